@@ -1,0 +1,1 @@
+"""Attacks that try to break the guarantee."""

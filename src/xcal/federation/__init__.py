@@ -1,0 +1,1 @@
+"""Rounds of clients and server: an engine-free core and the engines that run it."""

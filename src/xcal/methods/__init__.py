@@ -1,0 +1,1 @@
+"""One short file a method: which step, which schedule, which guarantee."""

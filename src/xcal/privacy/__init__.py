@@ -1,0 +1,1 @@
+"""The guarantee: accounting, calibration, filter, ledger, noise, statement."""

@@ -1,0 +1,1 @@
+"""Reads results and draws them; never trains."""

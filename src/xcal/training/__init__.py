@@ -1,0 +1,1 @@
+"""The training steps: clipped gradients, releases, evaluation."""
