@@ -1,0 +1,1 @@
+"""Explanations and what is measured on them: stateless functions on tensors and arrays."""

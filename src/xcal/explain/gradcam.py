@@ -1,0 +1,189 @@
+"""Grad-CAM and two relatives on the network's CAM layer.
+
+Every network names the module whose output is the feature map (`cam_layer`) and, where global
+average pooling and one linear layer follow it, that linear layer (`head_layer`). For such a
+network the gradient of class j's logit with respect to channel c is `W[j, c] / (H*W)` in every
+cell, so no backward pass is needed. Other heads go through autograd, which is also the oracle the
+closed form is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+from xcal.explain.inference import undisturbed
+
+MapMethod = Literal["gradcam", "gradcam++", "hirescam"]
+
+
+def forward_with_features(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """One forward pass: logits (N, classes) and the CAM layer's output (N, C, H, W).
+
+    The pass runs in whatever mode and under whatever gradient setting the caller has chosen, so
+    a training step takes its features from here for nothing. No hook is left behind.
+    """
+    return _forward_capturing(model, images, keep=lambda output: output)
+
+
+def closed_form_maps(features: Tensor, head_weight: Tensor, classes: Tensor) -> Tensor:
+    """Grad-CAM (N, H, W), non-negative, of `classes` (N,): relu(sum_c W[j, c] / (H*W) * A_c).
+
+    `features` is (N, C, H, W), `head_weight` (classes, C). Exact where global average pooling
+    and one linear layer follow the features.
+    """
+    n, _, height, width = features.shape
+    weights = head_weight[classes] / (height * width)
+    maps = torch.bmm(weights.unsqueeze(1), features.flatten(2))
+    return maps.view(n, height, width).relu_()
+
+
+def gradcam_maps(
+    model: nn.Module,
+    images: Tensor,
+    classes: Tensor | None = None,
+    *,
+    method: MapMethod = "gradcam",
+) -> Tensor:
+    """Maps (N, H, W), non-negative, of `classes` (N,), by default of the predicted ones.
+
+    Computed in evaluation mode, in closed form where the network allows it. The model comes back
+    as it was: each module's mode, gradients, hooks, and the random state.
+    """
+    if method not in get_args(MapMethod):
+        known = ", ".join(get_args(MapMethod))
+        raise UserError(f"There is no explanation map called {method!r}: choose one of {known}.")
+    head_weight = head_weight_of(model)
+    with undisturbed(model), torch.inference_mode(False):
+        # A tensor born in inference mode cannot take part in autograd; a copy can.
+        images = images.clone() if images.is_inference() else images.detach()
+        if head_weight is None:
+            return _maps_by_autograd(model, images, classes, method)
+        with torch.no_grad():
+            logits, features = forward_with_features(model, images)
+            if classes is None:
+                classes = logits.argmax(dim=1)
+            if method != "gradcam++":
+                # The gradient is the same in every cell, so HiResCAM and Grad-CAM coincide.
+                return closed_form_maps(features, head_weight, classes)
+            cells = features.shape[2] * features.shape[3]
+            gradients = (head_weight[classes] / cells)[:, :, None, None].expand_as(features)
+            return _maps_from_gradients(features, gradients, method)
+
+
+def head_weight_of(model: nn.Module) -> Tensor | None:
+    """The weight (classes, C) of the closed form, or None where the closed form does not apply."""
+    name = getattr(model, "head_layer", None)
+    if name is None:
+        return None
+    head = _submodule(model, "head_layer")
+    if not isinstance(head, nn.Linear):
+        raise UserError(
+            f"The network's head_layer {name!r} is not a linear layer: name the one that follows "
+            "global average pooling, or set head_layer to None."
+        )
+    return head.weight.detach()
+
+
+def _maps_by_autograd(
+    model: nn.Module, images: Tensor, classes: Tensor | None, method: MapMethod
+) -> Tensor:
+    # The graph is cut at the feature map, so that the backward pass covers the head only, works
+    # on a frozen network, and reaches no parameter's .grad.
+    def leaf(output: Tensor) -> Tensor:
+        return output.detach().requires_grad_(True)
+
+    with torch.enable_grad():
+        logits, features = _forward_capturing(model, images, keep=leaf)
+        if classes is None:
+            classes = logits.argmax(dim=1)
+        chosen = logits.gather(1, classes.unsqueeze(1)).sum()
+        if not chosen.requires_grad:
+            raise UserError(
+                f"The logits do not depend on the output of cam_layer {model.cam_layer!r}: "
+                "name a layer that the logits are computed from."
+            )
+        (gradients,) = torch.autograd.grad(chosen, features)
+    return _maps_from_gradients(features.detach(), gradients, method)
+
+
+def _maps_from_gradients(features: Tensor, gradients: Tensor, method: MapMethod) -> Tensor:
+    if method == "hirescam":
+        return (gradients * features).sum(dim=1).relu_()
+    if method == "gradcam":
+        weights = gradients.mean(dim=(2, 3))
+    else:
+        # Grad-CAM++ (Chattopadhyay et al. 2018) for the exponential of the logit, whose higher
+        # derivatives are powers of the first; the common positive factor is left out. A cell
+        # without gradient, or with a vanishing denominator, weighs nothing.
+        squared = gradients.square()
+        mass = features.sum(dim=(2, 3), keepdim=True)
+        denominator = 2 * squared + mass * gradients * squared
+        share = torch.where(denominator != 0, squared / denominator, 0)
+        weights = (share * gradients.relu()).sum(dim=(2, 3))
+    n, _, height, width = features.shape
+    maps = torch.bmm(weights.unsqueeze(1), features.flatten(2))
+    return maps.view(n, height, width).relu_()
+
+
+def _forward_capturing(
+    model: nn.Module, images: Tensor, keep: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Forward pass in which `keep(output)` takes the place of the CAM layer's output."""
+    captured: list[Tensor] = []
+    versions: list[int] = []
+
+    def capture(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        kept = keep(output)
+        captured.append(kept)
+        versions.append(_version(kept))
+        return kept
+
+    handle = _submodule(model, "cam_layer").register_forward_hook(capture)
+    try:
+        logits = model(images)
+    finally:
+        handle.remove()
+    if not captured:
+        raise UserError(
+            f"The network never calls its cam_layer {model.cam_layer!r}: name a layer that its "
+            "forward pass goes through."
+        )
+    features = captured[-1]
+    if features.dim() != 4:
+        raise UserError(
+            f"The output of cam_layer {model.cam_layer!r} has {features.dim()} dimensions: name a "
+            "layer whose output is (images, channels, height, width)."
+        )
+    if _version(features) != versions[-1]:
+        # The map would silently be that of another layer.
+        raise UserError(
+            f"The output of cam_layer {model.cam_layer!r} is overwritten by the layer after it: "
+            "make that layer work out of place, or name it as the cam_layer."
+        )
+    return logits, features
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor was changed in place; tensors of inference mode do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _submodule(model: nn.Module, attribute: str) -> nn.Module:
+    name = getattr(model, attribute, None)
+    if not isinstance(name, str):
+        raise UserError(
+            f"The network {type(model).__name__} has no attribute {attribute}: set it to the "
+            "dotted name of the layer."
+        )
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise UserError(
+            f"The network {type(model).__name__} has no layer {name!r}, which its {attribute} "
+            "names: correct the name."
+        ) from None

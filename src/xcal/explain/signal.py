@@ -1,0 +1,227 @@
+"""How well an explanation holds, as one number in [0, 1] per image.
+
+The most salient cells of the Grad-CAM of the predicted class are covered. An image is well
+explained if that takes the logit down, turns the decision, and if the cells covered held most of
+the map. No gradient flows through any of it, and an image's numbers depend on that image and the
+model alone: this is what bounds what one image can do to a released sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
+from xcal.explain.inference import undisturbed
+
+# Maps are compared on a grid of this many steps up to their maximum, so that rounding (another
+# batch size, another path to the same map) rarely changes which cells are chosen.
+MAP_LEVELS = 2**16
+
+# What covers a cell, in the normalised space of the network's input: a constant, one per colour
+# channel, or a name. "imagenet" is the public ImageNet mean colour, which normalisation takes to
+# 0; "image-mean" is each image's own mean colour.
+Fill = str | float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class SignalSettings:
+    """The signal's public constants.
+
+    q: share of the cells to cover. alpha, beta, gamma: weight of the logit's fall, weight of the
+    counterfactual margin, exponent of the concentration. positive_only: never cover a cell where
+    the map is zero; False is the published rule, under which a sparse map covers the whole image.
+    """
+
+    q: float = 0.2
+    alpha: float = 1.0
+    beta: float = 1.0
+    gamma: float = 1.0
+    fill: Fill = "imagenet"
+    positive_only: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.q <= 1:
+            raise UserError(
+                f"The share q of covered cells is {self.q}: choose one above 0 and at most 1."
+            )
+        for name in ("alpha", "beta", "gamma"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"The signal's {name} is {value}: choose a number of 0 or more.")
+        if isinstance(self.fill, str) and self.fill not in ("imagenet", "image-mean"):
+            raise UserError(
+                f"The fill {self.fill!r} is unknown: choose imagenet, image-mean, or numbers."
+            )
+
+
+@dataclass(frozen=True)
+class Components:
+    """The three parts of the score, each (N,) in float64; NaN in all three marks an image with
+    any number that is not finite."""
+
+    logit_drop: Tensor
+    margin: Tensor
+    concentration: Tensor
+
+
+def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
+    """The cells (N, H, W), bool, at or above the k-th largest value, k = ceil(q*H*W); ties are in.
+
+    Values are first rounded to multiples of 2^-16 of their map's maximum. An all-zero map and a
+    map with a non-finite value choose nothing. `positive_only` leaves out cells that round to 0.
+    """
+    n, height, width = maps.shape
+    # Float64: the grid has more steps than a half-precision number can count.
+    values = maps.detach().flatten(1).double()
+    # Rounding first, for 0.55 * 100 is a little more than 55 in floating point.
+    k = min(max(math.ceil(round(q * height * width, 9)), 1), height * width)
+    peak = values.amax(dim=1, keepdim=True)
+    usable = (peak > 0) & torch.isfinite(values).all(dim=1, keepdim=True)
+    levels = torch.where(usable, values / peak * MAP_LEVELS, 0).round()
+    cutoff = levels.topk(k, dim=1).values[:, -1:]
+    chosen = (levels >= cutoff) & usable
+    if positive_only:
+        chosen &= levels > 0
+    return chosen.view(n, height, width)
+
+
+def mask_images(images: Tensor, cells: Tensor, fill: Fill) -> Tensor:
+    """Copies of `images` (N, C, H, W) whose `cells` (N, h, w) are covered by the fill.
+
+    Each pixel belongs to the cell that nearest-neighbour enlargement gives it.
+    """
+    height, width = images.shape[2:]
+    # In whole numbers, so that no size of image puts a pixel on the wrong side of a border.
+    rows = torch.arange(height, device=images.device) * cells.shape[1] // height
+    columns = torch.arange(width, device=images.device) * cells.shape[2] // width
+    covered = cells[:, rows[:, None], columns].unsqueeze(1)
+    return torch.where(covered, _fill_values(images, fill), images)
+
+
+def components(logits: Tensor, maps: Tensor, cells: Tensor, masked_logits: Tensor) -> Components:
+    """Logit drop, counterfactual margin and concentration, for the class predicted by `logits`.
+
+    Each image is judged alone. One with a non-finite logit or map value gets NaN throughout.
+    """
+    if logits.shape[1] < 2:
+        raise UserError("The signal compares classes: the network needs two logits or more.")
+    logits, masked_logits, maps = (t.detach().double() for t in (logits, masked_logits, maps))
+    predicted = logits.argmax(dim=1, keepdim=True)
+    before = logits.gather(1, predicted).squeeze(1)
+    after = masked_logits.gather(1, predicted).squeeze(1)
+    best_other = masked_logits.scatter(1, predicted, -math.inf).amax(dim=1)
+    total = maps.sum(dim=(1, 2))
+    inside = (maps * cells).sum(dim=(1, 2))
+    finite = (
+        torch.isfinite(logits).all(dim=1)
+        & torch.isfinite(masked_logits).all(dim=1)
+        & torch.isfinite(maps).flatten(1).all(dim=1)
+    )
+    return Components(
+        logit_drop=torch.where(finite, (before - after).clamp(min=0), math.nan),
+        margin=torch.where(finite, (best_other - after).clamp(min=0), math.nan),
+        concentration=torch.where(
+            finite, torch.where(total > 0, inside / total, 0).clamp(0, 1), math.nan
+        ),
+    )
+
+
+def scores(parts: Components, alpha: float, beta: float, gamma: float) -> Tensor:
+    """The score (N,) of each image: clip((alpha*drop + beta*margin) * concentration^gamma, 0, 1).
+
+    Always in [0, 1]. Exactly 0 for an image with a non-finite number and for an all-zero map,
+    also where gamma is 0.
+    """
+    return _score(parts.logit_drop, parts.margin, parts.concentration, alpha, beta, gamma)
+
+
+def batch_score(parts: Components, alpha: float, beta: float, gamma: float) -> float:
+    """The published batch score: the same formula on the batch's mean components, in [0, 1].
+
+    The divisor is the number of images drawn. A non-finite image adds 0 to each mean; an empty
+    batch scores 0. Whatever one image holds, the clip bounds its effect by 1.
+    """
+    stacked = torch.stack([parts.logit_drop, parts.margin, parts.concentration])
+    if stacked.shape[1] == 0:
+        return 0.0
+    usable = torch.isfinite(stacked).all(dim=0)
+    drop, margin, concentration = torch.where(usable, stacked, 0).mean(dim=1)
+    return float(_score(drop, margin, concentration, alpha, beta, gamma))
+
+
+def image_components(
+    model: nn.Module,
+    images: Tensor,
+    logits: Tensor,
+    features: Tensor,
+    settings: SignalSettings,
+) -> Components:
+    """The components of each image, from the logits and features of a forward pass already made.
+
+    Costs one inference pass over the covered images, in evaluation mode; a network without a
+    closed form pays a forward and a short backward pass for its maps as well. The model is left
+    untouched: parameters, modes, gradients, hooks, random state.
+    """
+    if images.shape[0] == 0:
+        nothing = torch.zeros(0, dtype=torch.float64, device=images.device)
+        return Components(nothing, nothing, nothing)
+    head_weight = head_weight_of(model)
+    with torch.no_grad():
+        predicted = logits.argmax(dim=1)
+        if head_weight is None:
+            maps = gradcam_maps(model, images, predicted)
+        else:
+            maps = closed_form_maps(features.detach(), head_weight, predicted)
+        # A network could swallow a broken pixel (a clamp, a maximum); the image stays broken.
+        sound = torch.isfinite(images).flatten(1).all(dim=1)
+        maps = torch.where(sound[:, None, None], maps, math.nan)
+        cells = top_cells(maps, settings.q, positive_only=settings.positive_only)
+        with undisturbed(model):
+            masked_logits = model(mask_images(images, cells, settings.fill))
+        return components(logits, maps, cells, masked_logits)
+
+
+def image_scores(
+    model: nn.Module,
+    images: Tensor,
+    logits: Tensor,
+    features: Tensor,
+    settings: SignalSettings,
+) -> Tensor:
+    """The score (N,) of each image, in [0, 1] and float64; see `image_components` and `scores`."""
+    parts = image_components(model, images, logits, features, settings)
+    return scores(parts, settings.alpha, settings.beta, settings.gamma)
+
+
+def _score(
+    drop: Tensor, margin: Tensor, concentration: Tensor, alpha: float, beta: float, gamma: float
+) -> Tensor:
+    value = (alpha * drop + beta * margin) * concentration**gamma
+    # 0^0 is 1, but where nothing was covered there is nothing to score.
+    usable = torch.isfinite(value) & (concentration > 0)
+    return torch.where(usable, value, 0).clamp(0, 1)
+
+
+def _fill_values(images: Tensor, fill: Fill) -> Tensor:
+    """The fill as a tensor that broadcasts over the images."""
+    if isinstance(fill, str):
+        if fill == "image-mean":
+            return images.mean(dim=(2, 3), keepdim=True)
+        if fill != "imagenet":
+            raise UserError(
+                f"The fill {fill!r} is unknown: choose imagenet, image-mean, or numbers."
+            )
+        fill = 0.0
+    values = torch.as_tensor(fill, dtype=images.dtype, device=images.device).reshape(1, -1, 1, 1)
+    if values.shape[1] not in (1, images.shape[1]):
+        raise UserError(
+            f"The fill has {values.shape[1]} numbers and the images have {images.shape[1]} "
+            "channels: give one number, or one per channel."
+        )
+    return values
