@@ -1,0 +1,56 @@
+"""The privacy filter: admit a step or refuse it.
+
+One Rényi order, fixed before training. For adaptively chosen costs this is what is proved
+(Feldman and Zrnic 2021); a filter that looks for "some order that still has room" is not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+class BudgetExhausted(Exception):
+    """The filter refused a step: nothing was drawn and nothing was charged for it."""
+
+
+def add_up(total: float, cost: float) -> float:
+    """total + cost, rounded so that it is never below the exact sum."""
+    result = total + cost
+    # One rounding error of a float addition is at most half a unit in the last place.
+    return result if cost == 0 or math.isinf(result) else math.nextafter(result, math.inf)
+
+
+@dataclass(frozen=True)
+class RenyiFilter:
+    """Total cost Σρ at one fixed order, never let above the budget R.
+
+    Guarantee: for any adaptive choice of the costs, the admitted steps together are (ε, δ)-DP for
+    every (ε, δ) with R = `budget_at(order, ε, δ)`. State in, state out: charging returns a new one.
+    """
+
+    order: float
+    budget: float
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.order > 1 and self.budget > 0 and self.spent >= 0):
+            raise ValueError("a filter needs order > 1, a positive budget and spent >= 0")
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.budget - self.spent)
+
+    @property
+    def share_spent(self) -> float:
+        """Σρ/R, from 0 to 1."""
+        return min(1.0, self.spent / self.budget)
+
+    def admits(self, cost: float) -> bool:
+        return cost >= 0 and add_up(self.spent, cost) <= self.budget
+
+    def after(self, cost: float) -> RenyiFilter:
+        """The filter after one more step; raises `BudgetExhausted` where it is not admitted."""
+        if not self.admits(cost):
+            raise BudgetExhausted("the privacy budget does not cover another step")
+        return replace(self, spent=add_up(self.spent, cost))

@@ -1,0 +1,293 @@
+"""The rows of a ledger: what they say, how they are read, and whether they hold together.
+
+Reading takes no lock and changes nothing, so an auditor can do it beside a running client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xcal.errors import UserError
+from xcal.privacy.accounting import budget_at, reference_cost
+
+SCHEMA = 1
+GENESIS = "0" * 64
+UNITS = ("record", "group", "client")
+RULES = ("sum", "renyi")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where a ledger stands: how many rows it has and the hash of the last."""
+
+    count: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class Row:
+    seq: int
+    kind: str
+    body: dict[str, Any]
+    prev: str
+    hash: str
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a ledger was created for; never changed afterwards.
+
+    `rule = "sum"`: every run reserves its whole (ε_i, δ_i), and they may sum to (epsilon, delta).
+    `rule = "renyi"`: all charges of all runs are summed at `order`. `epsilon = None`: a throw-away
+    ledger of a simulation without a guarantee.
+    """
+
+    population: str
+    unit: str
+    epsilon: float | None
+    delta: float | None
+    rule: str = "sum"
+    order: float | None = None
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """One run's own target and filter, reserved before its first step."""
+
+    run: str
+    method: str
+    unit: str
+    epsilon: float | None  # None: the method has no guarantee
+    delta: float | None
+    order: float | None
+    budget: float | None
+    steps: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """One quantity that a step lets out: its name, noise deviation and sensitivity."""
+
+    name: str
+    noise: float
+    sensitivity: float
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What one step pays: a Poisson-subsampled Gaussian of multiplier `sigma`, at rate `rate`."""
+
+    run: str
+    round: int
+    step: int
+    rate: float
+    sigma: float
+    cost: float  # at the run's order
+    releases: tuple[Release, ...]
+    inputs: str | None = None  # digest of all that determines the release, under seeded noise only
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of reading a ledger from the first row to the last."""
+
+    ok: bool
+    rows: int
+    problem: str | None = None
+    row: int | None = None
+
+
+def canonical(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def row_hash(seq: int, kind: str, body: str, prev: str) -> str:
+    return hashlib.sha256(f"{seq}\n{kind}\n{prev}\n{body}".encode()).hexdigest()
+
+
+def head_path(path: Path) -> Path:
+    return path.with_suffix(".head")
+
+
+def read_head(path: Path) -> Head | None:
+    """The newest complete line of the head file beside a ledger; None where there is no file."""
+    try:
+        text = head_path(path).read_text()
+    except FileNotFoundError:
+        return None
+    for line in reversed(text.split("\n")[:-1]):  # a line without its newline was cut off
+        parts = line.split()
+        if len(parts) == 2 and parts[0].isdigit() and len(parts[1]) == 64:
+            return Head(int(parts[0]), parts[1])
+    return Head(0, GENESIS)
+
+
+def refuse(path: Path, what: str) -> UserError:
+    return UserError(f"The ledger {path} {what}")
+
+
+def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10)
+    if not read_only:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+    return connection
+
+
+def load(connection: sqlite3.Connection, path: Path) -> list[Row]:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA:
+        raise refuse(
+            path,
+            f"was written by a newer version (schema {version}, this one knows {SCHEMA}):"
+            " update xcal and try again.",
+        )
+    rows = connection.execute("SELECT seq, kind, body, prev, hash FROM rows ORDER BY seq")
+    return [Row(q, k, json.loads(b), p, h) for q, k, b, p, h in rows]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows, unchecked, without taking the lock: for showing."""
+    if not path.exists():
+        raise refuse(path, "does not exist: check the path.")
+    try:
+        with contextlib.closing(connect(path, read_only=True)) as connection:
+            return load(connection, path)
+    except (sqlite3.Error, ValueError) as error:
+        raise refuse(path, "cannot be read: it is no ledger, or it is damaged.") from error
+
+
+def check_chain(rows: Sequence[Row]) -> Verification:
+    """Whether every row follows from the one before it."""
+    previous = GENESIS
+    for position, row in enumerate(rows, start=1):
+        expected = row_hash(position, row.kind, canonical(row.body), previous)
+        if row.seq != position or row.prev != previous or row.hash != expected:
+            return Verification(False, len(rows), "does not follow from the row before", position)
+        previous = row.hash
+    return Verification(True, len(rows))
+
+
+def check_head(rows: Sequence[Row], head: Head | None) -> Verification:
+    """Whether the rows contain the head on record: a ledger may be ahead of it, never behind."""
+    if head is None:
+        return Verification(False, len(rows), "has lost its head file", len(rows))
+    if head.count > len(rows):
+        return Verification(
+            False, len(rows), f"is shorter than its head file says ({head.count} rows)", len(rows)
+        )
+    if head.count and rows[head.count - 1].hash != head.hash:
+        return Verification(False, len(rows), "is not the one its head file tells of", head.count)
+    return Verification(True, len(rows))
+
+
+def terms_of(rows: Sequence[Row]) -> Terms:
+    return Terms(**rows[0].body["terms"])
+
+
+def runs_of(rows: Sequence[Row]) -> dict[str, RunTerms]:
+    return {r.body["run"]: RunTerms(**r.body) for r in rows if r.kind == "run"}
+
+
+def charge_of(row: Row) -> Charge:
+    body = {k: v for k, v in row.body.items() if k != "lifetime_cost"}
+    return Charge(**{**body, "releases": tuple(Release(*r) for r in body["releases"])})
+
+
+def charges_of(rows: Sequence[Row], run: str) -> list[Charge]:
+    return [charge_of(r) for r in rows if r.kind == "charge" and r.body["run"] == run]
+
+
+def check_spending(rows: Sequence[Row]) -> Verification:
+    """Recompute every charge with dp-accounting alone, and every total against its limit."""
+    terms, runs = terms_of(rows), runs_of(rows)
+    totals: dict[str, float] = {}
+    costs: dict[tuple[float, float, float], float] = {}
+    lifetime = 0.0
+
+    def cost_at(rate: float, sigma: float, order: float) -> float:
+        key = (rate, sigma, order)
+        if key not in costs:
+            costs[key] = reference_cost(rate, sigma, order)
+        return costs[key]
+
+    def bad(row: Row, what: str) -> Verification:
+        return Verification(False, len(rows), what, row.seq)
+
+    for row in rows:
+        if row.kind != "charge":
+            continue
+        charge = charge_of(row)
+        run = runs.get(charge.run)
+        if run is None or run.order is None or run.budget is None:
+            return bad(row, "charges a run that was never reserved")
+        expected = cost_at(charge.rate, charge.sigma, run.order)
+        if charge.cost < expected * (1 - 1e-9):
+            return bad(row, "records less than its step costs")
+        totals[charge.run] = totals.get(charge.run, 0.0) + expected
+        if totals[charge.run] > run.budget * (1 + 1e-9):
+            return bad(row, "takes its run past its budget")
+        if terms.rule == "renyi" and terms.order and terms.epsilon and terms.delta:
+            lifetime += cost_at(charge.rate, charge.sigma, terms.order)
+            if lifetime > budget_at(terms.order, terms.epsilon, terms.delta) * (1 + 1e-9):
+                return bad(row, "takes the population past its lifetime budget")
+    reserved = [r for r in runs.values() if r.epsilon is not None]
+    if terms.epsilon is not None and terms.rule == "sum":
+        if not sums_within(terms, reserved):
+            return Verification(
+                False, len(rows), "reserves more than its lifetime limit", len(rows)
+            )
+    return Verification(True, len(rows))
+
+
+def sums_within(terms: Terms, runs: Sequence[RunTerms]) -> bool:
+    assert terms.epsilon is not None and terms.delta is not None
+    epsilon = math.fsum(r.epsilon or 0.0 for r in runs)
+    delta = math.fsum(r.delta or 0.0 for r in runs)
+    return epsilon <= terms.epsilon * (1 + 1e-12) and delta <= terms.delta * (1 + 1e-12)
+
+
+def verify(path: Path) -> Verification:
+    """Read a ledger from end to end: chain, head, costs and limits."""
+    head = read_head(path)  # before the rows: a running client may add some in between
+    rows = read_rows(path)
+    if not rows:
+        return Verification(False, 0, "has no rows", 0)
+    for check in (check_chain(rows), check_head(rows, head)):
+        if not check.ok:
+            return check
+    return check_spending(rows)
+
+
+def covers(ledger_unit: str, run_unit: str) -> bool:
+    """Whether a run's unit protects at least what the ledger promises to protect."""
+    strength = {"record": 0, "group": 1, "client": 2}
+    return strength[run_unit] >= strength[ledger_unit]
+
+
+def find_ledgers(path: Path) -> Iterator[Path]:
+    """The ledgers meant by a path: a ledger, a client home, or a run's folder."""
+    if path.is_file():
+        yield path
+        return
+    if (path / "ledger.sqlite").exists():
+        yield path / "ledger.sqlite"
+        return
+    found = sorted(
+        (path / "clients").glob("*/ledger.sqlite"),
+        key=lambda p: (len(p.parent.name), p.parent.name),
+    )
+    if not found:
+        raise UserError(
+            f"There is no ledger at {path}: give a ledger, a client home or a run's folder."
+        )
+    yield from found

@@ -1,0 +1,162 @@
+"""Where noise and Poisson draws come from. The only torch in this room.
+
+`SecureNoise` is for real clients: a stream cipher keyed by the operating system, no state kept.
+`SeededNoise` is for simulation: a key serves one query in its life, and replay after a crash is the
+caller's duty to check (same inputs, or refuse).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 1 << 16
+GRID_BITS = 12  # releases are rounded to about 1/4096 of their noise's deviation
+
+
+@dataclass(frozen=True)
+class NoiseKey:
+    """What one piece of randomness is for. No two queries share a key."""
+
+    client: str
+    method: str
+    round: int
+    step: int
+    block: str  # "draw", "views", "gradient", "signal", ...
+
+
+def release_grid(scale: float) -> float:
+    """The public grid that releases with noise of deviation `scale` are rounded to.
+
+    A power of two, so that rounding is exact. It hides the low bits of floating-point noise, which
+    are known to give away what was added (Mironov 2012); it is no proof against timing.
+    """
+    return 1.0 if scale <= 0 else 2.0 ** (math.floor(math.log2(scale)) - GRID_BITS)
+
+
+class NoiseSource(Protocol):
+    """Gaussian noise and uniform draws, by key."""
+
+    name: str
+
+    def uniforms(self, key: NoiseKey, count: int) -> NDArray[np.float64]:
+        """Independent uniforms in [0, 1) with 53 random bits."""
+        ...
+
+    def normals(self, key: NoiseKey, count: int) -> Tensor:
+        """Independent standard normals, float32."""
+        ...
+
+    def scalar(self, key: NoiseKey) -> float:
+        """One standard normal in float64."""
+        ...
+
+
+class SeededNoise:
+    """Reproducible noise for simulation. Not private against anyone who knows the seed."""
+
+    name = "seeded"
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._last: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def _stream(self, key: NoiseKey) -> int:
+        # A key serves one query: positions only ever go forward.
+        position, lane = (key.round, key.step), (key.client, key.block)
+        if self._last.get(lane, (-1, -1)) >= position:
+            raise RuntimeError(f"the noise of {key} was used already")
+        self._last[lane] = position
+        text = repr((self._seed, *astuple(key)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def uniforms(self, key: NoiseKey, count: int) -> NDArray[np.float64]:
+        return np.random.Generator(np.random.Philox(self._stream(key))).random(count)
+
+    def normals(self, key: NoiseKey, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._stream(key) >> 1)
+        return torch.empty(count, dtype=torch.float32).normal_(generator=generator)
+
+    def scalar(self, key: NoiseKey) -> float:
+        return float(np.random.Generator(np.random.Philox(self._stream(key))).standard_normal())
+
+
+class SecureNoise:
+    """AES-256 in counter mode, keyed by the operating system; nothing can be replayed."""
+
+    name = "secure"
+
+    def __init__(self) -> None:
+        cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16)))
+        self._stream = cipher.encryptor()
+
+    def _words(self, count: int) -> NDArray[np.uint64]:
+        out = bytearray(count * 8 + 16)  # update_into wants one block of slack
+        self._stream.update_into(bytes(count * 8), out)
+        return np.frombuffer(out, dtype=np.uint64, count=count)
+
+    def uniforms(self, key: NoiseKey, count: int) -> NDArray[np.float64]:
+        return (self._words(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def normals(self, key: NoiseKey, count: int) -> Tensor:
+        out = torch.empty(count + count % 2, dtype=torch.float32)
+        for start in range(0, len(out), BLOCK):  # blocks that stay in the processor's cache
+            block = out[start : start + BLOCK]
+            self._fill(block)
+        return out[:count]
+
+    def _fill(self, out: Tensor) -> None:
+        # Box–Muller in float64: 40 bits of a word choose the radius (tail to 7.4σ), 24 the angle.
+        half = len(out) // 2
+        words = torch.from_numpy(self._words(half).view(np.int64))
+        angle = (words & ((1 << 24) - 1)).double().mul_(2 * math.pi / 2**24)
+        words >>= 24
+        words &= (1 << 40) - 1
+        radius = words.double().add_(1).mul_(2.0**-40).log_().mul_(-2).sqrt_()
+        out[:half] = angle.cos().mul_(radius)
+        out[half:] = radius.mul_(angle.sin_())
+
+    def scalar(self, key: NoiseKey) -> float:
+        first, second = (int(w) for w in self._words(2))
+        radius = math.sqrt(-2 * math.log(((first >> 11) + 1) * 2.0**-53))
+        return radius * math.cos(2 * math.pi * (second >> 11) * 2.0**-53)
+
+
+def release_tensors(
+    sums: Mapping[str, Tensor], scale: float, noise: NoiseSource, key: NoiseKey
+) -> dict[str, Tensor]:
+    """Every coordinate plus N(0, scale²), rounded to the public grid. `scale = 0` adds nothing.
+
+    The caller has charged for it: 1/multiplier is the sensitivity of `sums` over `scale`.
+    """
+    if scale == 0:
+        return {name: value.clone() for name, value in sums.items()}
+    sizes = [value.numel() for value in sums.values()]
+    device = next(iter(sums.values())).device
+    pieces = torch.split(noise.normals(key, sum(sizes)).to(device), sizes)
+    grid = release_grid(scale)
+    return {
+        name: value.add(piece.view_as(value).to(value.dtype), alpha=scale)
+        .mul_(1 / grid)
+        .round_()
+        .mul_(grid)
+        for (name, value), piece in zip(sums.items(), pieces, strict=True)
+    }
+
+
+def release_scalar(value: float, scale: float, noise: NoiseSource, key: NoiseKey) -> float:
+    """value + N(0, scale²) in float64, rounded to the public grid."""
+    if scale == 0:
+        return value
+    grid = release_grid(scale)
+    return round((value + scale * noise.scalar(key)) / grid) * grid
