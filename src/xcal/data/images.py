@@ -1,0 +1,86 @@
+"""What every data set is, once it is read: three splits of square RGB images with groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RECORD_GROUPS = "record"
+"""`ImageData.group_name` of a set in which every image is a group of its own."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split.
+
+    Guaranteed after construction: all arrays have the same length, `pixels` is uint8 of shape
+    (N, H, W, 3) and may be memory-mapped and read-only, `labels` and `groups` are int64,
+    `masks`, where there are any, is bool of shape (N, H, W).
+    """
+
+    pixels: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    ids: NDArray[np.str_]
+    masks: NDArray[np.bool_] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.pixels)
+        if self.pixels.dtype != np.uint8 or self.pixels.ndim != 4 or self.pixels.shape[3] != 3:
+            raise ValueError(
+                f"pixels must be uint8 of shape (N, H, W, 3), not {self.pixels.dtype} of "
+                f"shape {self.pixels.shape}"
+            )
+        for name, array in (("labels", self.labels), ("groups", self.groups)):
+            if array.dtype != np.int64 or array.shape != (n,):
+                raise ValueError(f"{name} must be int64 of shape ({n},), not {array.dtype}")
+        if self.ids.dtype.kind != "U" or self.ids.shape != (n,):
+            raise ValueError(f"ids must be strings of shape ({n},), not {self.ids.dtype}")
+        if self.masks is not None and (
+            self.masks.dtype != np.bool_ or self.masks.shape != self.pixels.shape[:3]
+        ):
+            raise ValueError("masks must be bool, one value per pixel of every image")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, indices: NDArray[Any]) -> Images:
+        """The images at `indices`, in that order, as arrays of their own."""
+        return Images(
+            pixels=np.asarray(self.pixels[indices]),
+            labels=self.labels[indices],
+            groups=self.groups[indices],
+            ids=self.ids[indices],
+            masks=None if self.masks is None else np.asarray(self.masks[indices]),
+        )
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set: what its classes and groups are called, and its three splits.
+
+    A group id means the same group in every split, so a group that stood in two of them would be
+    seen; none does in what this package reads unless its own documentation says so.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    group_name: str
+    licence: str
+    train: Images
+    validation: Images
+    test: Images
+
+    def __post_init__(self) -> None:
+        for split, images in self.splits():
+            if len(images) and not 0 <= images.labels.min() <= images.labels.max() < len(
+                self.classes
+            ):
+                raise ValueError(f"a label of {self.name}/{split} names none of the classes")
+
+    def splits(self) -> tuple[tuple[str, Images], ...]:
+        """The three splits with their names, in the order they are always shown."""
+        return (("train", self.train), ("validation", self.validation), ("test", self.test))

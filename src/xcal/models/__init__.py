@@ -1,0 +1,1 @@
+"""Networks, their names, and which layer their explanations come from."""

@@ -1,0 +1,79 @@
+"""`small`: a network for quick runs under strong noise.
+
+Noise of a private step grows with the number of parameters and does not shrink with their use, so
+the network has few; it has no BatchNorm, whose statistics would mix the units of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Small(nn.Module):
+    """Four 3×3 convolutions with GroupNorm, global average pooling, one linear layer.
+
+    The feature map that explanations use has an eighth of the image's side: 8×8 at 64 pixels.
+    """
+
+    cam_layer = "features"
+    head_layer = "head"
+
+    def __init__(self, classes: int, widths: tuple[int, int, int, int], groups: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = 3
+        for width, stride in zip(widths, (2, 2, 2, 1), strict=True):
+            # No bias: the GroupNorm that follows has one.
+            layers += [
+                nn.Conv2d(before, width, 3, stride=stride, padding=1, bias=False),
+                nn.GroupNorm(groups, width),
+                nn.ReLU(),
+            ]
+            before = width
+        self.features = nn.Sequential(*layers)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.pool(self.features(images)).flatten(1))
+        return logits
+
+
+def small(
+    classes: int,
+    *,
+    seed: int | None = None,
+    widths: tuple[int, int, int, int] = (16, 32, 48, 64),
+    groups: int = 8,
+) -> Small:
+    """Build the network.
+
+    With a seed the weights are a function of it alone (and of torch's version); without one they
+    come from the operating system's entropy. The global random state is left as it was.
+    """
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    # On "meta" no memory is filled, so torch's own initialisation draws nothing.
+    with torch.device("meta"):
+        network = Small(classes, widths, groups)
+    network = network.to_empty(device="cpu")
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Conv2d):
+                fan_in = module.weight[0].numel()
+                module.weight.normal_(0.0, math.sqrt(2.0 / fan_in), generator=generator)
+            elif isinstance(module, nn.GroupNorm):
+                module.weight.fill_(1.0)
+                module.bias.zero_()
+            elif isinstance(module, nn.Linear):
+                # Not zero: the class weights of the first explanations come from this layer.
+                bound = 1.0 / math.sqrt(module.in_features)
+                module.weight.uniform_(-bound, bound, generator=generator)
+                module.bias.zero_()
+    return network
