@@ -1,0 +1,136 @@
+"""What one backward pass leaves behind: enough to know norms, then to form the clipped sum."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xcal.training.clipping.convolution import (
+    ConvShape,
+    gram_squared_norms,
+    per_image_weight_gradient,
+    summed_weight_gradient,
+)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Which unit each image of a batch belongs to. `of_image` None: every image is its own."""
+
+    count: int
+    of_image: Tensor | None = None
+
+    def per_image(self, values: Tensor) -> Tensor:
+        """A value per unit, handed to each of the unit's images."""
+        return values if self.of_image is None else values[self.of_image]
+
+    def any_image(self, marks: Tensor) -> Tensor:
+        """Per unit, whether any of its images is marked."""
+        if self.of_image is None:
+            return marks
+        return self.summed(marks.long()) > 0
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """Rows of images summed into rows of units."""
+        if self.of_image is None:
+            return rows
+        return rows.new_zeros(self.count, *rows.shape[1:]).index_add_(0, self.of_image, rows)
+
+    def by_size(self) -> list[tuple[Tensor, Tensor]]:
+        """Units with images, gathered by their number m of images: (unit ids, image ids (U, m))."""
+        if self.of_image is None:
+            every = torch.arange(self.count)
+            return [(every, every.unsqueeze(1))]
+        sizes = torch.bincount(self.of_image, minlength=self.count)
+        order = torch.argsort(self.of_image, stable=True)
+        starts = torch.cumsum(sizes, 0) - sizes
+        buckets = []
+        for size in torch.unique(sizes[sizes > 0]).tolist():
+            ids = torch.nonzero(sizes == size).squeeze(1)
+            buckets.append(
+                (ids, order[starts[ids].unsqueeze(1) + torch.arange(size, device=ids.device)])
+            )
+        return buckets
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A dense layer's input and output gradient, kept instead of its per-image gradients."""
+
+    g: Tensor
+    x: Tensor
+    shape: ConvShape
+
+
+class Book:
+    """Gradients of all units of one backward pass, by parameter name, in whatever form is cheapest.
+
+    A parameter used once by a dense layer may be kept as a pair (input, output gradient); one used
+    several times is always kept as explicit rows, one per unit, summed over its uses, so that the
+    norm is that of the whole gradient.
+    """
+
+    def __init__(self, units: Units, device: torch.device) -> None:
+        self.units = units
+        self._device = device
+        self.uses: Counter[str] = Counter()
+        self._rows: dict[str, Tensor] = {}
+        self._pairs: dict[str, _Pair] = {}
+
+    def add_rows(self, name: str, per_image: Tensor) -> None:
+        """Record explicit gradients of one use of a parameter, one per image."""
+        rows = self.units.summed(per_image)
+        self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+
+    def add_pair(self, name: str, g: Tensor, x: Tensor, shape: ConvShape) -> None:
+        """Record a use of a dense weight by its input and output gradient."""
+        if self.uses[name] > 1:
+            self.add_rows(name, per_image_weight_gradient(g, x, shape))
+        else:
+            # Cut from the graph, or the pair would hold on to all that came before it.
+            self._pairs[name] = _Pair(g.detach(), x.detach(), shape)
+
+    def squared_norms(self) -> Tensor:
+        """The squared norm of every unit's whole gradient, in float64."""
+        total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
+        for rows in self._rows.values():
+            total += torch.linalg.vector_norm(rows.flatten(1), dim=1).double().square()
+        if self._pairs:
+            buckets = self.units.by_size()
+            for pair in self._pairs.values():
+                for unit_ids, image_ids in buckets:
+                    total[unit_ids] += self._pair_norms(pair, image_ids)
+        return total
+
+    def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
+        """The sum over units of factor times gradient, by parameter name.
+
+        Forgets each entry as it is used, so that memory falls while the sums are formed.
+        """
+        sums: dict[str, Tensor] = {}
+        for name in list(self._rows):
+            rows = self._rows.pop(name)
+            sums[name] = (factors.to(rows.dtype) @ rows.flatten(1)).view(rows.shape[1:])
+        per_image = self.units.per_image(factors)
+        for name in list(self._pairs):
+            pair = self._pairs.pop(name)
+            scaled = pair.g * per_image.to(pair.g.dtype).view(-1, 1, 1, 1)
+            sums[name] = summed_weight_gradient(scaled, pair.x, pair.shape)
+        return sums
+
+    def _pair_norms(self, pair: _Pair, image_ids: Tensor) -> Tensor:
+        if self.units.of_image is None:
+            return gram_squared_norms(pair.g.unsqueeze(1), pair.x.unsqueeze(1), pair.shape)
+        pixels = image_ids.shape[1] * pair.x.shape[2] * pair.x.shape[3]
+        if pixels**2 <= math.prod(pair.shape.weight_shape):
+            return gram_squared_norms(pair.g[image_ids], pair.x[image_ids], pair.shape)
+        # A unit of many images: its own gradient is smaller than its Gram matrix.
+        norms = [
+            torch.linalg.vector_norm(summed_weight_gradient(pair.g[ids], pair.x[ids], pair.shape))
+            for ids in image_ids
+        ]
+        return torch.stack(norms).double().square()
