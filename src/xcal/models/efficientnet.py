@@ -1,0 +1,178 @@
+"""EfficientNet-B0 (Tan and Le 2019) under torchvision's parameter names.
+
+Without dropout and stochastic depth: the explanation signal compares two passes of one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xcal.models.layers import (
+    Norm,
+    check_output_stride,
+    choose_trainable,
+    initialised,
+    norm_maker,
+)
+
+_NormMaker = Callable[[int], nn.Module]
+
+
+class _Stage(NamedTuple):
+    expansion: int
+    kernel: int
+    stride: int
+    outputs: int
+    blocks: int
+
+
+_STEM, _LAST = 32, 1280
+_STAGES = (
+    _Stage(1, 3, 1, 16, 1),
+    _Stage(6, 3, 2, 24, 2),
+    _Stage(6, 5, 2, 40, 2),
+    _Stage(6, 3, 2, 80, 3),
+    _Stage(6, 5, 1, 112, 3),
+    _Stage(6, 5, 2, 192, 4),
+    _Stage(6, 3, 1, 320, 1),
+)
+_SQUEEZE = 4
+"""Channels of a block's input for each channel of its squeeze-excite bottleneck."""
+
+
+def _conv(
+    inputs: int,
+    outputs: int,
+    norm: _NormMaker,
+    *,
+    kernel: int = 1,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    activation: bool = True,
+) -> nn.Sequential:
+    """Convolution, norm and, unless it ends a block, SiLU."""
+    convolution = nn.Conv2d(
+        inputs,
+        outputs,
+        kernel,
+        stride,
+        padding=(kernel - 1) // 2 * dilation,
+        dilation=dilation,
+        groups=groups,
+        bias=False,
+    )
+    tail = [nn.SiLU(inplace=True)] if activation else []
+    return nn.Sequential(convolution, norm(outputs), *tail)
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a gate in (0, 1) computed from all channels' means."""
+
+    def __init__(self, channels: int, bottleneck: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Conv2d(channels, bottleneck, 1)
+        self.fc2 = nn.Conv2d(bottleneck, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        means = x.mean((2, 3), keepdim=True)
+        gate = torch.sigmoid(self.fc2(nn.functional.silu(self.fc1(means), inplace=True)))
+        return gate * x
+
+
+class InvertedBottleneck(nn.Module):
+    """Expand, filter each channel, gate, project; beside a shortcut where shapes allow it."""
+
+    def __init__(
+        self, inputs: int, stage: _Stage, stride: int, dilation: int, norm: _NormMaker
+    ) -> None:
+        super().__init__()
+        wide = inputs * stage.expansion
+        layers: list[nn.Module] = []
+        if wide != inputs:
+            layers.append(_conv(inputs, wide, norm))
+        layers.append(
+            _conv(
+                wide,
+                wide,
+                norm,
+                kernel=stage.kernel,
+                stride=stride,
+                dilation=dilation,
+                groups=wide,
+            )
+        )
+        layers.append(SqueezeExcitation(wide, max(1, inputs // _SQUEEZE)))
+        layers.append(_conv(wide, stage.outputs, norm, activation=False))
+        self.block = nn.Sequential(*layers)
+        self.shortcut = stride == 1 and inputs == stage.outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.block(x)
+        return y.add_(x) if self.shortcut else y
+
+
+class EfficientNetB0(nn.Module):
+    """Images (B, 3, H, W) to logits; the classifier averages the feature map of `cam_layer`."""
+
+    cam_layer: str = "features.8"
+    head_layer: str | None = "classifier.1"
+
+    def __init__(self, classes: int, norm: _NormMaker, output_stride: int) -> None:
+        super().__init__()
+        features: list[nn.Module] = [_conv(3, _STEM, norm, kernel=3, stride=2)]
+        inputs, reached, dilation = _STEM, 2, 1
+        for stage in _STAGES:
+            blocks: list[nn.Module] = []
+            for index in range(stage.blocks):
+                stride = stage.stride if index == 0 else 1
+                spread = dilation
+                if stride * reached > output_stride:
+                    # The kernel that held the removed stride keeps its spacing; all after it are
+                    # spread instead, so that each still sees the pixels it saw before.
+                    dilation *= stride
+                    stride = 1
+                reached *= stride
+                blocks.append(InvertedBottleneck(inputs, stage, stride, spread, norm))
+                inputs = stage.outputs
+            features.append(nn.Sequential(*blocks))
+        features.append(_conv(inputs, _LAST, norm))
+        self.features = nn.Sequential(*features)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        # The published network has a dropout in first place, which has no parameters.
+        self.classifier = nn.Sequential(nn.Identity(), nn.Linear(_LAST, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
+        return logits
+
+    def stages(self) -> list[list[nn.Module]]:
+        """What `trainable = last:k` counts, from the images to the head."""
+        return [[stage] for stage in self.features]
+
+
+def efficientnet_b0(
+    classes: int,
+    *,
+    norm: Norm = "group",
+    output_stride: int = 32,
+    trainable: str = "all",
+    train_norm_affine: bool = False,
+    seed: int | None = None,
+) -> EfficientNetB0:
+    """An EfficientNet-B0 with first weights drawn from `seed` (None: fresh entropy)."""
+    check_output_stride(output_stride)
+    maker = norm_maker(norm)
+    model: EfficientNetB0 = initialised(lambda: EfficientNetB0(classes, maker, output_stride), seed)
+    choose_trainable(
+        model,
+        stages=model.stages(),
+        head=model.classifier,
+        trainable=trainable,
+        train_norm_affine=train_norm_affine,
+    )
+    return model

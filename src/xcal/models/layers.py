@@ -1,0 +1,141 @@
+"""What the networks share: normalisation that mixes nobody's data, what trains, first weights."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+
+Norm = Literal["group", "frozen"]
+
+_MOST_GROUPS = 32
+_FEWEST_CHANNELS_A_GROUP = 4
+
+
+class FrozenBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm as a public affine map: its statistics are read from a file and never updated.
+
+    It stays in evaluation mode whatever mode the network around it is put in.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.training = False
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm2d:
+        return super().train(False)
+
+
+def group_count(channels: int) -> int:
+    """The most groups, up to 32, that divide the channels into groups of at least 4."""
+    fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0)
+    return next((g for g in fitting if channels // g >= _FEWEST_CHANNELS_A_GROUP), 1)
+
+
+def norm_maker(norm: str) -> Callable[[int], nn.Module]:
+    """The normalisation layer of a network, by its name in settings."""
+    if norm == "group":
+        return lambda channels: nn.GroupNorm(group_count(channels), channels)
+    if norm == "frozen":
+        return FrozenBatchNorm2d
+    raise UserError(f"norm is {norm!r}: choose 'group' (from scratch) or 'frozen' (published)")
+
+
+def check_output_stride(output_stride: int) -> None:
+    """Refuse strides the networks do not have."""
+    if output_stride not in (16, 32):
+        raise UserError(f"output_stride is {output_stride}: choose 32 or 16")
+
+
+def initialised(build: Callable[[], Any], seed: int | None) -> Any:
+    """Build a network and draw its first weights from `seed` alone (None: fresh entropy).
+
+    The global generator is neither read nor advanced: the network is laid out without memory, so
+    that the layers' own constructors draw nothing, and filled afterwards.
+    """
+    with torch.device("meta"):
+        model: nn.Module = build()
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+    for module in model.modules():
+        _fill(module, generator)
+    return model
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, generator: torch.Generator) -> None:
+    if isinstance(module, nn.Conv2d):
+        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+        module.weight.normal_(0.0, math.sqrt(2.0 / fan_out), generator=generator)
+        _fill_with(module.bias, 0.0)
+    elif isinstance(module, nn.Linear):
+        reach = 1.0 / math.sqrt(module.in_features)
+        module.weight.uniform_(-reach, reach, generator=generator)
+        _fill_with(module.bias, 0.0)
+    elif isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
+        _fill_with(module.weight, 1.0)
+        _fill_with(module.bias, 0.0)
+    if isinstance(module, nn.BatchNorm2d):
+        module.reset_running_stats()
+
+
+def _fill_with(tensor: Tensor | None, value: float) -> None:
+    if tensor is not None:
+        tensor.fill_(value)
+
+
+def choose_trainable(
+    model: nn.Module,
+    *,
+    stages: Sequence[Sequence[nn.Module]],
+    head: nn.Module,
+    trainable: str,
+    train_norm_affine: bool,
+) -> None:
+    """Set what trains; everything else is frozen, costs no per-sample work and gets no noise.
+
+    `all`, `head`, `head+norm` (the head and every normalisation's scale and shift), or `last:k`:
+    the head and the last k stages. Scale and shift of frozen batch norms train only by
+    `train_norm_affine` or `head+norm`.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    chosen: list[nn.Module] = [head]
+    if trainable == "all":
+        chosen.append(model)
+    elif trainable.startswith("last:"):
+        chosen.extend(module for stage in _last(stages, trainable) for module in stage)
+    elif trainable not in ("head", "head+norm"):
+        raise UserError(
+            f"trainable is {trainable!r}: choose 'all', 'head', 'head+norm' or 'last:k' with k "
+            f"from 1 to {len(stages)}"
+        )
+    for part in chosen:
+        for module in part.modules():
+            if train_norm_affine or not isinstance(module, nn.BatchNorm2d):
+                _train(module)
+    if trainable == "head+norm":
+        for module in model.modules():
+            if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
+                _train(module)
+
+
+def _train(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(True)
+
+
+def _last(stages: Sequence[Sequence[nn.Module]], trainable: str) -> Sequence[Sequence[nn.Module]]:
+    text = trainable.removeprefix("last:")
+    count = int(text) if text.isdecimal() else 0
+    if not 1 <= count <= len(stages):
+        raise UserError(
+            f"trainable is {trainable!r}: this network has stages last:1 to last:{len(stages)}"
+        )
+    return stages[-count:]
