@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
@@ -73,6 +74,17 @@ def gradcam_maps(
             cells = features.shape[2] * features.shape[3]
             gradients = (head_weight[classes] / cells)[:, :, None, None].expand_as(features)
             return _maps_from_gradients(features, gradients, method)
+
+
+def enlarge_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    """Maps (N, h, w) brought to the image's (height, width) by bilinear interpolation, float64.
+
+    In double precision, so that rounding makes no ranking among pixels of equal saliency.
+    """
+    enlarged = F.interpolate(
+        maps.double().unsqueeze(1), size=size, mode="bilinear", align_corners=False
+    )
+    return enlarged.squeeze(1)
 
 
 def head_weight_of(model: nn.Module) -> Tensor | None:

@@ -179,8 +179,7 @@ def image_components(
         else:
             maps = closed_form_maps(features.detach(), head_weight, predicted)
         # A network could swallow a broken pixel (a clamp, a maximum); the image stays broken.
-        sound = torch.isfinite(images).flatten(1).all(dim=1)
-        maps = torch.where(sound[:, None, None], maps, math.nan)
+        maps = torch.where(_all_finite(images)[:, None, None], maps, math.nan)
         cells = top_cells(maps, settings.q, positive_only=settings.positive_only)
         with undisturbed(model):
             masked_logits = model(mask_images(images, cells, settings.fill))
@@ -206,6 +205,16 @@ def _score(
     # 0^0 is 1, but where nothing was covered there is nothing to score.
     usable = torch.isfinite(value) & (concentration > 0)
     return torch.where(usable, value, 0).clamp(0, 1)
+
+
+def _all_finite(images: Tensor) -> Tensor:
+    """Whether all of an image's pixels are finite, (N,)."""
+    # A finite sum proves it at a fraction of the cost of looking at every pixel; a sum that is
+    # not finite may only have overflowed.
+    sums_finite = torch.isfinite(images.flatten(1).sum(dim=1))
+    if bool(sums_finite.all()):
+        return sums_finite
+    return torch.isfinite(images).flatten(1).all(dim=1)
 
 
 def _fill_values(images: Tensor, fill: Fill) -> Tensor:
