@@ -224,9 +224,12 @@ class Ledger:
         """The charges of one run, in the order they were made."""
         return charges_of(self._rows, run)
 
-    def halted(self, run: str) -> bool:
-        """Whether the run's filter has halted it for good."""
-        return any(r.kind == "halt" and r.body["run"] == run for r in self._rows)
+    def halted_at(self, run: str) -> tuple[int, int] | None:
+        """Round and step at which the run's filter halted it for good; None if it did not."""
+        for row in self._rows:
+            if row.kind == "halt" and row.body["run"] == run:
+                return row.body["round"], row.body["step"]
+        return None
 
     def _append(self, kind: str, body: dict[str, Any]) -> None:
         text = canonical(body)
@@ -314,5 +317,5 @@ class Ledger:
 
     def halt(self, run: str, round_number: int, step: int) -> None:
         """Record that a run's filter halted it for good. Once is enough."""
-        if not self.halted(run):
+        if self.halted_at(run) is None:
             self._append("halt", {"run": run, "round": round_number, "step": step})

@@ -1,0 +1,177 @@
+"""An experiment: flat keys, frozen, checked before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xcal.errors import UserError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Experiment(BaseModel):
+    """One training. Every key has a default; the descriptions are the manual."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+    # what is trained, on what
+    method: str = Field("xcal", description="centralized, fl, fl-dp, xcal-paper or xcal")
+    data: str = Field("smear", description="a data set's name, or package.module:name")
+    pixels: Annotated[int, Field(ge=16, le=1024)] = Field(64, description="side of the images")
+    train_images: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="use at most this many training images"
+    )
+    network: str = Field("small", description="a network's name, or package.module:name")
+    # the federation
+    clients: Whole = Field(3, description="number of clients N")
+    participants: Whole | None = Field(None, description="clients a round m; all if not given")
+    rounds: Whole = Field(8, description="communication rounds T")
+    local_epochs: Whole = Field(1, description="local epochs E")
+    partition: Literal["iid", "label", "label-extreme", "covariate"] = Field(
+        "iid", description="how the training images are spread over the clients"
+    )
+    concentration: Positive = Field(0.5, description="Dirichlet concentration of a label shift")
+    units_per_client: Whole | None = Field(
+        None, description="units at each client; drawn with replacement where too few"
+    )
+    keep_groups: bool = Field(True, description="keep a group's images at one client")
+    homes: tuple[str, ...] | None = Field(
+        None, description="client homes with ledgers of their own, one a client"
+    )
+    # the guarantee
+    epsilon: float = Field(5.0, description="target ε over all rounds")
+    delta: float = Field(1e-5, description="target δ")
+    unit: Literal["record", "group"] = Field("record", description="what one person contributes")
+    images_per_unit: Whole = Field(4, description="images used of a drawn group")
+    noise: Literal["seeded", "secure"] = Field(
+        "seeded", description="seeded (simulation) or secure (operating system's entropy)"
+    )
+    # local training
+    batch: Whole = Field(128, description="expected batch B")
+    lr: Positive = Field(2.0, description="learning rate η")
+    clip: Positive = Field(1.0, description="clipping norm C")
+    optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")
+    # the signal
+    q: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="share of cells masked")
+    alpha: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the logit change")
+    beta: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the margin")
+    gamma: Annotated[float, Field(ge=0)] = Field(1.0, description="exponent of concentration")
+    fill: Literal["imagenet", "image-mean"] = Field("imagenet", description="what masks cells")
+    tau: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)"
+    )
+    # xcal-paper
+    rho: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="the signal's share of ε")
+    band: Annotated[float, Field(ge=0, le=1)] = Field(0.2, description="half-width b of the band")
+    # xcal
+    w: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.5, description="how far the signal moves a share"
+    )
+    kappa: Positive = Field(5.0, description="price of the signal: 1/(2κ²) more noise")
+    slow_tau: Annotated[float, Field(gt=0, le=1)] = Field(0.01, description="smoothing of s̄")
+    reference: Literal["running", "absolute"] = Field(
+        "running", description="what s is held against"
+    )
+    contrast: Annotated[float, Field(gt=0)] = Field(
+        0.1, description="smallest Δ, the scale of s − s̄"
+    )
+    signal_every: Whole = Field(1, description="a signal every k-th step")
+    signal_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share p of the drawn units that enter the signal"
+    )
+    # measuring and running
+    validation_images: Annotated[int, Field(ge=0)] = Field(
+        500, description="size of the fixed public validation subset measured every round"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of all but secure noise")
+    threads: Annotated[int, Field(ge=0, le=256)] = Field(
+        0, description="torch threads; 0 takes all cores"
+    )
+    chunk: Whole = Field(256, description="images processed at once; does not change the result")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where tensors live")
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key with its value, ready for JSON."""
+        return self.model_dump(mode="json")
+
+
+KEYS = tuple(Experiment.model_fields)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """' Did you mean …?' where something known is close, else the empty string."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def make_experiment(values: Mapping[str, Any], where: str = "the experiment") -> Experiment:
+    """Check values into an Experiment; the first problem becomes one sentence."""
+    for key in values:
+        if key not in KEYS:
+            raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), KEYS)}")
+    try:
+        return Experiment(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"][:1]) or "?"
+        what = first["msg"][:1].lower() + first["msg"][1:]
+        raise UserError(
+            f"{key} = {values.get(key)!r} in {where} is not accepted: {what}"
+            f" ({Experiment.model_fields[key].description})."
+        ) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """An experiment file's keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"There is no experiment file {path}: check the path.") from None
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"The experiment file {path} cannot be read as text.") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
+
+
+def parse_set(text: str) -> tuple[str, Any]:
+    """`key=value` as the command line gives it; the value is read as TOML, else taken as text."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise UserError(f"--set takes key=value, not {text!r}.")
+    try:
+        value = tomllib.loads(f"v = {raw.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    return key.strip(), value
+
+
+def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experiment, set[str]]:
+    """File, then settings on top of it; also which keys were given and not defaulted."""
+    values = {} if path is None else read_toml(path)
+    where = "the settings" if path is None else str(path)
+    make_experiment(values, where)  # so that an error in the file names the file
+    for text in sets:
+        key, value = parse_set(text)
+        values[key] = value
+    return make_experiment(values, where if not sets else "the settings"), set(values)
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Flat keys as TOML; None is left out, since TOML has no null."""
+    lines = []
+    for key, value in values.items():
+        if value is not None:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"

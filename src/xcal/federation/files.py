@@ -1,0 +1,74 @@
+"""Files that are either the old one or the new one, whatever happens in between."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from xcal.errors import UserError
+
+
+def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Write, sync, rename: a reader sees the whole old file or the whole new one."""
+    scratch = path.with_name(path.name + ".new")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
+    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode(), sync=sync)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing.") from None
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: it is damaged.") from None
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, sync: bool = True
+) -> None:
+    """Tensors and a JSON description in one file."""
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_bytes(path, tensors_to_bytes(plain, {"about": json.dumps(about)}), sync=sync)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """What `write_tensors` wrote; None where there is no file or it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})["about"])
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+def lock_folder(folder: Path) -> int:
+    """Hold a folder for this process; the lock goes with the process, however it ends."""
+    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise UserError(
+            f"The run in {folder} is being worked on by another process: wait until it ends."
+        ) from None
+    return handle

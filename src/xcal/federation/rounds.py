@@ -1,0 +1,366 @@
+"""One round, without an engine: what a client does with a request, a server with replies.
+
+Every engine calls these two functions and nothing else, so all of them give the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcal.config import Experiment
+from xcal.errors import UserError
+from xcal.federation.files import read_tensors, write_tensors
+from xcal.methods.base import Method, save_state
+from xcal.methods.registry import get_method
+from xcal.privacy.account import Account
+from xcal.privacy.calibration import Plan
+from xcal.privacy.filter import BudgetExhausted
+from xcal.privacy.ledger import Ledger
+from xcal.privacy.ledger_rows import Head, RunTerms
+from xcal.privacy.noise import NoiseSource
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import Bench, LocalData, Optimiser, StepRecord, digest_tensors, trainable
+
+Weights = dict[str, Tensor]
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """What the server asks of one client."""
+
+    run: str
+    round: int  # from 0
+    own_rounds: tuple[int, ...]  # the client's rounds by the published schedule
+    experiment: Experiment
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """What a client tells about a round: functions of its releases and of public constants."""
+
+    client: str
+    units: int
+    steps: int  # made so far in all rounds
+    halted: bool
+    order: float | None
+    epsilon_spent: float | None
+    epsilon_paper: float | None
+    share_spent: float | None
+    mean_sigma: float | None
+    mean_signal: float | None
+    ledger_rows: int
+    ledger_hash: str
+
+
+@dataclass(frozen=True)
+class RoundReply:
+    """A client's answer. `weights = None`: exhausted, nothing was trained."""
+
+    report: ClientReport
+    weights: Weights | None
+    trace: tuple[StepRecord, ...] = ()
+
+
+@dataclass
+class Site:
+    """A client as its owner holds it: data, home, noise. The server sees none of it."""
+
+    client: str
+    home: Path
+    data: LocalData
+    noise: NoiseSource
+    build_model: Callable[[], nn.Module]
+    expected_head: Head | None = None
+    _digest: str | None = field(default=None, repr=False)
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.home / "ledger.sqlite"
+
+    def data_digest(self) -> str | None:
+        """Only seeded noise can be replayed, so only then inputs are compared."""
+        if self.noise.name != "seeded":
+            return None
+        if self._digest is None:
+            self._digest = self.data.digest()
+        return self._digest
+
+
+def request_digest(request: RoundRequest, weights: Weights) -> str:
+    """A request is known by run, round and weights."""
+    text = f"{request.run}\n{request.round}\n{digest_tensors(sorted(weights.items()))}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Put received weights into the model, after checking names, shapes, types and values."""
+    parameters = trainable(model)
+    if set(parameters) != set(weights):
+        raise UserError("The weights received do not belong to this network: names differ.")
+    for name, parameter in parameters.items():
+        value = weights[name]
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise UserError(f"The weights received for {name} have the wrong shape or type.")
+        if not bool(torch.isfinite(value).all()):
+            raise UserError(f"The weights received for {name} are not finite.")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def run_terms(request: RoundRequest, method: Method, plan: Plan | None) -> RunTerms:
+    experiment = request.experiment
+    return RunTerms(
+        run=request.run,
+        method=method.name,
+        unit=experiment.unit,
+        epsilon=None if plan is None else plan.epsilon,
+        delta=None if plan is None else plan.delta,
+        order=None if plan is None else plan.order,
+        budget=None if plan is None else plan.budget,
+        steps=0 if plan is None else plan.steps,
+    )
+
+
+def client_round(
+    request: RoundRequest, weights: Weights, site: Site, on_step: OnStep | None = None
+) -> RoundReply:
+    """Train one round at one client.
+
+    The same request again gives the stored reply, with no new charge; other weights under the same
+    run and round are refused. A round that was cut off is taken up at its last saved step.
+    """
+    digest = request_digest(request, weights)
+    finished = read_tensors(site.home / "reply.safetensors")
+    about = finished[1] if finished else None
+    if about is not None and about["run"] == request.run:
+        if about["round"] == request.round:
+            if about["request"] != digest:
+                raise UserError(
+                    f"Round {request.round} was answered already, for other weights: refused."
+                )
+            assert finished is not None
+            return _reply_from(finished[0], about)
+        if about["round"] > request.round:
+            raise UserError(f"Round {request.round} lies before the last one answered: refused.")
+    else:
+        about = None
+    with Ledger(site.ledger_path, expected=site.expected_head) as ledger:
+        return _train(request, weights, site, ledger, digest, about, on_step or (lambda _: None))
+
+
+def _train(
+    request: RoundRequest,
+    weights: Weights,
+    site: Site,
+    ledger: Ledger,
+    digest: str,
+    previous: dict[str, Any] | None,
+    on_step: OnStep,
+) -> RoundReply:
+    experiment = request.experiment
+    method = get_method(experiment.method)
+    if request.round not in request.own_rounds:
+        raise UserError(f"Round {request.round} is not one of this client's own: refused.")
+    plan = method.plan(experiment, site.data.units, len(request.own_rounds))
+    terms = run_terms(request, method, plan)
+    seeded = site.noise.name == "seeded"
+    account = Account(ledger, terms, replayable=seeded) if plan is not None else None
+    if account is None:
+        ledger.reserve(terms)
+        ledger.record_unbounded(request.run, request.round)
+
+    model = site.build_model()
+    load_weights(model, weights)
+    optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
+    steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
+    state = method.load_state(previous["state"] if previous else None)
+    state = method.begin_round(state)
+    trace: list[StepRecord] = []
+    first = 0
+    saved = read_tensors(site.home / "progress.safetensors")
+    if saved is not None and saved[1]["request"] == digest:
+        first, state, trace = _take_up(saved, method, model, optimiser)
+    if account is not None:
+        account.rewind(request.round, first)
+
+    bench = Bench(
+        client=site.client,
+        method=method.name,
+        round=request.round,
+        first_step=request.own_rounds.index(request.round) * steps,
+        model=model,
+        engine=ClippingEngine(model, chunk=experiment.chunk) if account is not None else None,
+        data=site.data,
+        noise=site.noise,
+        account=account,
+        optimiser=optimiser,
+        batch=experiment.batch,
+        clip=experiment.clip,
+        data_digest=site.data_digest(),
+    )
+    model.train()
+    halted = account is not None and account.halted_before(request.round)
+    pace = _Pace()
+    for step in range(first, steps):
+        if halted:
+            break
+        try:
+            state, record = method.step(bench, step, experiment, plan, state)
+        except BudgetExhausted:
+            assert account is not None
+            account.halt(request.round, step)
+            halted = True
+            break
+        trace.append(record)
+        on_step(1)
+        if pace.due():
+            _save_progress(site, digest, model, optimiser, state, trace)
+            pace.done()
+    report = _report(
+        site, method, experiment, plan, account, state, trace, previous, halted, ledger
+    )
+    reply = RoundReply(report, _weights_of(model) if trace else None, tuple(trace))
+    _save_reply(site, request, digest, state, reply)
+    (site.home / "progress.safetensors").unlink(missing_ok=True)
+    return reply
+
+
+class _Pace:
+    """Save as often as costs little: saving takes at most about a twentieth of the time."""
+
+    def __init__(self) -> None:
+        self._last_end = time.monotonic()
+        self._cost = 0.0
+        self._start = 0.0
+
+    def due(self) -> bool:
+        self._start = time.monotonic()
+        return self._start - self._last_end >= 20 * self._cost
+
+    def done(self) -> None:
+        self._last_end = time.monotonic()
+        self._cost = self._last_end - self._start
+
+
+def _weights_of(model: nn.Module) -> Weights:
+    return {name: p.detach().clone() for name, p in trainable(model).items()}
+
+
+def _save_progress(
+    site: Site,
+    digest: str,
+    model: nn.Module,
+    optimiser: Optimiser,
+    state: Any,
+    trace: Sequence[StepRecord],
+) -> None:
+    tensors = {f"model/{k}": v for k, v in _weights_of(model).items()}
+    tensors |= {f"optimiser/{k}": v for k, v in optimiser.state().items()}
+    about = {
+        "request": digest,
+        "state": save_state(state),
+        "trace": [asdict(r) for r in trace],
+    }
+    write_tensors(site.home / "progress.safetensors", tensors, about, sync=False)
+
+
+def _take_up(
+    saved: tuple[Weights, dict[str, Any]], method: Method, model: nn.Module, optimiser: Optimiser
+) -> tuple[int, Any, list[StepRecord]]:
+    tensors, about = saved
+    load_weights(
+        model,
+        {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")},
+    )
+    optimiser.load(
+        {k.removeprefix("optimiser/"): v for k, v in tensors.items() if k.startswith("optimiser/")}
+    )
+    trace = [StepRecord(**r) for r in about["trace"]]
+    return len(trace), method.load_state(about["state"]), trace
+
+
+def _save_reply(
+    site: Site, request: RoundRequest, digest: str, state: Any, reply: RoundReply
+) -> None:
+    about = {
+        "run": request.run,
+        "round": request.round,
+        "request": digest,
+        "state": save_state(state),
+        "report": asdict(reply.report),
+        "trace": [asdict(r) for r in reply.trace],
+    }
+    write_tensors(site.home / "reply.safetensors", reply.weights or {}, about)
+
+
+def _reply_from(tensors: Weights, about: dict[str, Any]) -> RoundReply:
+    return RoundReply(
+        ClientReport(**about["report"]),
+        tensors or None,
+        tuple(StepRecord(**r) for r in about["trace"]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _report(
+    site: Site,
+    method: Method,
+    experiment: Experiment,
+    plan: Plan | None,
+    account: Account | None,
+    state: Any,
+    trace: Sequence[StepRecord],
+    previous: dict[str, Any] | None,
+    halted: bool,
+    ledger: Ledger,
+) -> ClientReport:
+    before = previous["report"]["steps"] if previous else 0
+    private = plan is not None and account is not None
+    return ClientReport(
+        client=site.client,
+        units=site.data.units,
+        steps=before + len(trace),
+        halted=halted,
+        order=plan.order if plan is not None else None,
+        epsilon_spent=plan.odometer(account.spent) if private else None,  # type: ignore[union-attr]
+        epsilon_paper=method.epsilon_paper(experiment, plan, state),
+        share_spent=account.filter.share_spent if account is not None else None,
+        mean_sigma=_mean([r.sigma for r in trace]) if private else None,
+        mean_signal=_mean([r.signal for r in trace if r.signal is not None]),
+        ledger_rows=ledger.head.count,
+        ledger_hash=ledger.head.hash,
+    )
+
+
+def server_round(weights: Weights, replies: Sequence[RoundReply]) -> Weights:
+    """The average of the answers, weighted by declared units, summed in the clients' order.
+
+    Clients that trained nothing are left out; where nobody trained, the weights stay.
+    """
+    answers = [r for r in replies if r.weights is not None]
+    if not answers:
+        return {name: value.clone() for name, value in weights.items()}
+    total = sum(r.report.units for r in answers)
+    result: Weights = {}
+    for name, old in weights.items():
+        accumulated = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
+        for reply in answers:
+            assert reply.weights is not None
+            accumulated += reply.weights[name].to(old.device, torch.float64) * (
+                reply.report.units / total
+            )
+        result[name] = accumulated.to(old.dtype)
+    return result

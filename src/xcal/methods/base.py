@@ -1,0 +1,96 @@
+"""What every method is to the rest of the house."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from xcal.config import Experiment
+from xcal.explain.signal import SignalSettings
+from xcal.privacy.calibration import Plan, PlanShape
+from xcal.training.local import Bench, StepRecord
+
+# Keys that every method uses.
+COMMON_KEYS = frozenset(
+    {
+        "method", "data", "pixels", "train_images", "network", "clients", "participants", "rounds",
+        "local_epochs", "partition", "concentration", "units_per_client", "keep_groups", "unit",
+        "images_per_unit", "noise", "batch", "lr", "optimizer", "momentum", "validation_images",
+        "seed", "threads", "device",
+    }
+)  # fmt: skip
+PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "chunk", "homes"})
+SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
+
+
+class Method(Protocol):
+    """A method: which step, which schedule, which guarantee.
+
+    A state is whatever the method remembers between steps: a frozen dataclass of plain values that
+    depend on releases only, or None. It lives in the client's home as JSON.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def private(self) -> bool:
+        """Whether it has a finite (ε, δ) for the configured unit."""
+        ...
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all data stand at one client."""
+        ...
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """The experiment's keys that make a difference to it."""
+        ...
+
+    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan | None:
+        """The client's plan; None without a guarantee."""
+        ...
+
+    def load_state(self, saved: dict[str, Any] | None) -> Any:
+        """A state from its saved form; the initial one from None."""
+        ...
+
+    def begin_round(self, state: Any) -> Any: ...
+
+    def step(
+        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: Any
+    ) -> tuple[Any, StepRecord]:
+        """One step. Raises `BudgetExhausted` where the filter refuses it."""
+        ...
+
+    def epsilon_paper(self, experiment: Experiment, plan: Plan | None, state: Any) -> float | None:
+        """ε by the paper's own accounting, where that exists."""
+        ...
+
+
+def save_state(state: Any) -> dict[str, Any] | None:
+    return None if state is None else asdict(state)
+
+
+def shape_of(experiment: Experiment, units: int, own_rounds: int) -> PlanShape:
+    return PlanShape(
+        epsilon=experiment.epsilon,
+        delta=experiment.delta,
+        units=units,
+        batch=experiment.batch,
+        rounds=own_rounds,
+        local_epochs=experiment.local_epochs,
+        unit=experiment.unit,
+    )
+
+
+def signal_settings(experiment: Experiment, *, positive_only: bool) -> SignalSettings:
+    return SignalSettings(
+        q=experiment.q,
+        alpha=experiment.alpha,
+        beta=experiment.beta,
+        gamma=experiment.gamma,
+        fill=experiment.fill,
+        positive_only=positive_only,
+    )

@@ -1,0 +1,40 @@
+"""Methods by name."""
+
+from __future__ import annotations
+
+from xcal.config import Experiment, nearest
+from xcal.errors import UserError
+from xcal.methods.base import Method
+from xcal.methods.fl_dp import FL_DP
+from xcal.methods.plain import CENTRALIZED, FL
+from xcal.methods.xcal import XCAL
+from xcal.methods.xcal_paper import XCAL_PAPER
+from xcal.plugins import load_object
+from xcal.privacy.calibration import Plan
+
+METHODS: dict[str, Method] = {m.name: m for m in (CENTRALIZED, FL, FL_DP, XCAL_PAPER, XCAL)}
+
+
+def get_method(name: str) -> Method:
+    """A method by its name, or one of the user's own by `package.module:name`."""
+    if name in METHODS:
+        return METHODS[name]
+    if ":" in name:
+        method: Method = load_object(name, "method")
+        return method
+    raise UserError(
+        f"Unknown method {name!r}.{nearest(name, tuple(METHODS))}"
+        f" Known: {', '.join(METHODS)}, or package.module:name."
+    )
+
+
+def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) -> Plan:
+    """The plan of a method with a guarantee."""
+    method = get_method(experiment.method)
+    plan = method.plan(experiment, units, own_rounds or experiment.rounds)
+    if plan is None:
+        raise UserError(
+            f"The method {experiment.method!r} has no guarantee (epsilon is infinite), so there is"
+            " nothing to plan: choose fl-dp, xcal-paper or xcal."
+        )
+    return plan
