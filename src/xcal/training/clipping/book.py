@@ -32,13 +32,14 @@ class Units:
         """Per unit, whether any of its images is marked."""
         if self.of_image is None:
             return marks
-        return self.summed(marks.long()) > 0
+        return torch.bincount(self.of_image[marks], minlength=self.count) > 0
 
-    def summed(self, rows: Tensor) -> Tensor:
-        """Rows of images summed into rows of units."""
+    def summed(self, parts: Tensor) -> Tensor:
+        """(T, images, N) summed over each unit's images into (T, units, N)."""
         if self.of_image is None:
-            return rows
-        return rows.new_zeros(self.count, *rows.shape[1:]).index_add_(0, self.of_image, rows)
+            return parts
+        of_units = parts.new_zeros(parts.shape[0], self.count, parts.shape[2])
+        return of_units.index_add_(1, self.of_image, parts)
 
     def by_size(self) -> list[tuple[Tensor, Tensor]]:
         """Units with images, gathered by their number m of images: (unit ids, image ids (U, m))."""
@@ -82,14 +83,21 @@ class Book:
         self._pairs: dict[str, _Pair] = {}
 
     def add_rows(self, name: str, per_image: Tensor) -> None:
-        """Record explicit gradients of one use of a parameter, one per image."""
-        rows = self.units.summed(per_image)
-        self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+        """Record explicit gradients of one use of a parameter, one per image, (B, N)."""
+        self.add_parts(name, per_image.unsqueeze(0))
+
+    def add_parts(self, name: str, per_image: Tensor) -> None:
+        """Record explicit gradients in parts (T, B, N), see `per_image_weight_gradient`."""
+        parts = self.units.summed(per_image)
+        if self.uses[name] > 1:
+            # Uses on maps of different sizes may come in different parts: bring all to one.
+            parts = parts.permute(1, 2, 0).reshape(1, parts.shape[1], -1)
+        self._rows[name] = self._rows[name] + parts if name in self._rows else parts
 
     def add_pair(self, name: str, g: Tensor, x: Tensor, shape: ConvShape) -> None:
         """Record a use of a dense weight by its input and output gradient."""
         if self.uses[name] > 1:
-            self.add_rows(name, per_image_weight_gradient(g, x, shape))
+            self.add_parts(name, per_image_weight_gradient(g, x, shape))
         else:
             # Cut from the graph, or the pair would hold on to all that came before it.
             self._pairs[name] = _Pair(g.detach(), x.detach(), shape)
@@ -97,8 +105,8 @@ class Book:
     def squared_norms(self) -> Tensor:
         """The squared norm of every unit's whole gradient, in float64."""
         total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
-        for rows in self._rows.values():
-            total += torch.linalg.vector_norm(rows.flatten(1), dim=1).double().square()
+        for parts in self._rows.values():
+            total += torch.linalg.vector_norm(parts, dim=2).double().square().sum(0)
         if self._pairs:
             buckets = self.units.by_size()
             for pair in self._pairs.values():
@@ -107,14 +115,14 @@ class Book:
         return total
 
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
-        """The sum over units of factor times gradient, by parameter name.
+        """The sum over units of factor times gradient, by parameter name, in the parameter's order.
 
         Forgets each entry as it is used, so that memory falls while the sums are formed.
         """
         sums: dict[str, Tensor] = {}
         for name in list(self._rows):
-            rows = self._rows.pop(name)
-            sums[name] = (factors.to(rows.dtype) @ rows.flatten(1)).view(rows.shape[1:])
+            parts = self._rows.pop(name)
+            sums[name] = (factors.to(parts.dtype) @ parts).T.contiguous()
         per_image = self.units.per_image(factors)
         for name in list(self._pairs):
             pair = self._pairs.pop(name)

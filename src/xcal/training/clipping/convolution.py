@@ -6,16 +6,17 @@ A fully connected layer is the case of one pixel and a 1x1 kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The cost, in units of one multiply-add of a large matrix product, of touching one number of a
-# Gram matrix while its shifted slices are added up. It only decides which way is taken.
-_GRAM_TOUCH = 4.0
+# Explicit gradients are written once and read twice more, and memory is slow: touching one of
+# their numbers costs about as much as this many multiply-adds of a matrix product.
+_TOUCHES = 8
 
 # At most this many numbers are unfolded at a time, so that im2col never dominates the memory.
 _UNFOLD_LIMIT = 1 << 21
@@ -59,12 +60,25 @@ def summed_weight_gradient(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     return _library_weight_gradient(g, x, shape, shape.weight_shape, shape.groups)
 
 
+def without_skipped_pixels(x: Tensor, shape: ConvShape) -> tuple[Tensor, ConvShape]:
+    """The same weight gradient with the pixels a strided 1x1 kernel never reads left out."""
+    if shape.kernel != (1, 1) or shape.padding != (0, 0) or shape.stride == (1, 1):
+        return x, shape
+    down, right = shape.stride
+    return x[:, :, ::down, ::right].contiguous(), replace(shape, stride=(1, 1))
+
+
 def per_image_weight_gradient(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
-    """The weight gradient of every image, (B, O, I/groups, k, l)."""
+    """The weight gradient of every image, in parts: (T, B, N) with T x N weights.
+
+    `part.transpose(0, 1)` of an image's (T, N) block, read row by row, is in the order of the
+    weights. Ways that work tap by tap give one part a tap and spare a reordering; others give one.
+    """
     if shape.groups == 1:
         return _dense_rows(g, x, shape)
-    if shape.depthwise:
-        return _depthwise_rows(g, x, shape)
+    # The library is slow on depthwise kernels that are large, or larger than the map.
+    if shape.depthwise and (math.prod(shape.kernel) > 9 or g.shape[2] * g.shape[3] <= 4):
+        return _depthwise_by_taps(g, x, shape)
     return _images_as_groups(g, x, shape)
 
 
@@ -76,12 +90,9 @@ def gram_is_cheaper(g: Tensor, x: Tensor, shape: ConvShape) -> bool:
     """
     if shape.groups != 1:
         return False
-    out_channels, in_channels, *_ = shape.weight_shape
-    taps = shape.kernel[0] * shape.kernel[1]
     seen, made = x.shape[2] * x.shape[3], g.shape[2] * g.shape[3]
-    gram = seen**2 * in_channels + made**2 * out_channels + _GRAM_TOUCH * taps * made**2
-    explicit = made * out_channels * in_channels * taps
-    return made <= 64 and gram < explicit
+    gram = seen**2 * x.shape[1] + made**2 * g.shape[1]
+    return gram < _TOUCHES * math.prod(shape.weight_shape)
 
 
 def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
@@ -95,6 +106,8 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     a norm is never understated.
     """
     units, images = g.shape[:2]
+    if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
+        return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
     made = images * g.shape[3] * g.shape[4]
     outer = g.transpose(1, 2).reshape(units, g.shape[2], made)
     gram_out = torch.bmm(outer.transpose(1, 2), outer)
@@ -143,34 +156,77 @@ def _tap_slices(padded: int, axis: int, shape: ConvShape) -> list[slice]:
 
 
 def _dense_rows(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
-    batch, out_channels = g.shape[:2]
-    outer = g.reshape(batch, out_channels, -1)
+    batch, out_channels, in_channels = g.shape[0], g.shape[1], x.shape[1]
     if shape.pointwise:
-        rows = torch.bmm(outer, x.reshape(batch, x.shape[1], -1).transpose(1, 2))
-        return rows.view(batch, *shape.weight_shape)
-    per_image = shape.weight_shape[1] * shape.kernel[0] * shape.kernel[1] * outer.shape[2]
-    step = max(1, _UNFOLD_LIMIT // per_image)
-    rows = g.new_empty(batch, out_channels, per_image // outer.shape[2])
+        rows = torch.bmm(g.flatten(2), x.flatten(2).transpose(1, 2))
+        return rows.view(1, batch, -1)
+    if in_channels <= 4:
+        return _images_as_groups(g, x, shape)
+    if shape.stride == (1, 1) and g.shape[2] * g.shape[3] >= 64:
+        return _dense_by_taps(g, x, shape)
+    per_image = in_channels * math.prod(shape.kernel)
+    step = max(1, _UNFOLD_LIMIT // (per_image * g.shape[2] * g.shape[3]))
+    rows = g.new_empty(batch, out_channels, per_image)
     for start in range(0, batch, step):
         part = slice(start, start + step)
         patches = F.unfold(
-            x[part], shape.kernel, dilation=shape.dilation, padding=shape.padding,
+            x[part],
+            shape.kernel,
+            dilation=shape.dilation,
+            padding=shape.padding,
             stride=shape.stride,
-        )  # fmt: skip
-        torch.bmm(outer[part], patches.transpose(1, 2), out=rows[part])
-    return rows.view(batch, *shape.weight_shape)
+        )
+        torch.bmm(g[part].flatten(2), patches.transpose(1, 2), out=rows[part])
+    return rows.view(1, batch, -1)
 
 
-def _depthwise_rows(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
-    if shape.kernel[0] * shape.kernel[1] <= 9:
-        return _images_as_groups(g, x, shape)
-    # Large kernels: the library's own weight gradient is slow, shifted products are not.
-    pad_h, pad_w = shape.padding
-    padded = F.pad(x, (pad_w, pad_w, pad_h, pad_h)) if pad_h or pad_w else x
-    rows = _tap_slices(padded.shape[2], 0, shape)
-    cols = _tap_slices(padded.shape[3], 1, shape)
-    taps = [torch.einsum("bchw,bchw->bc", g, padded[:, :, r, c]) for r, c in product(rows, cols)]
-    return torch.stack(taps, dim=2).view(g.shape[0], *shape.weight_shape)
+def _dense_by_taps(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
+    """One matrix product per tap, and no unfolding: with rows of equal length, padding included,
+    moving by a tap is moving by an offset in memory.
+    """
+    batch, out_channels, high, wide = g.shape
+    in_channels, (pad_h, pad_w) = x.shape[1], shape.padding
+    tall, row = x.shape[2] + 2 * pad_h, x.shape[3] + 2 * pad_w
+    # The last taps of the last row read beyond it, where the output gradient is padded with 0.
+    padded = x.new_zeros(batch, in_channels, tall * row + row - wide)
+    inner = padded[:, :, : tall * row].view(batch, in_channels, tall, row)
+    inner[:, :, pad_h : tall - pad_h, pad_w : row - pad_w] = x
+    outer = F.pad(g, (0, row - wide)).view(batch, out_channels, high * row)
+    down, right = shape.dilation
+    rows = g.new_empty(math.prod(shape.kernel), batch, out_channels, in_channels)
+    for tap, (i, j) in enumerate(product(range(shape.kernel[0]), range(shape.kernel[1]))):
+        start = i * down * row + j * right
+        moved = padded[:, :, start : start + high * row]
+        torch.bmm(outer, moved.transpose(1, 2), out=rows[tap])
+    return rows.flatten(2)
+
+
+def _depthwise_by_taps(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
+    """Per tap, the product of the pixels it joins, channels side by side in memory."""
+    outer = g.permute(0, 2, 3, 1).contiguous()
+    inner = x.permute(0, 2, 3, 1).contiguous()
+    downs = [_meeting(tap, 0, g.shape[2], x.shape[2], shape) for tap in range(shape.kernel[0])]
+    rights = [_meeting(tap, 1, g.shape[3], x.shape[3], shape) for tap in range(shape.kernel[1])]
+    rows = g.new_empty(math.prod(shape.kernel), g.shape[0], g.shape[1])
+    for tap, ((out_h, in_h), (out_w, in_w)) in enumerate(product(downs, rights)):
+        joined = outer[:, out_h, out_w] * inner[:, in_h, in_w]
+        torch.sum(joined, (1, 2), out=rows[tap])
+    return rows
+
+
+def _meeting(tap: int, axis: int, made: int, seen: int, shape: ConvShape) -> tuple[slice, slice]:
+    """Along one axis, the output pixels at which a tap meets the image, and the pixels it meets.
+
+    Both are empty if the tap only ever sees padding.
+    """
+    stride = shape.stride[axis]
+    offset = tap * shape.dilation[axis] - shape.padding[axis]
+    first = max(0, -(offset // stride))
+    last = min(made - 1, (seen - 1 - offset) // stride)
+    if last < first:
+        return slice(0, 0), slice(0, 0)
+    start = first * stride + offset
+    return slice(first, last + 1), slice(start, start + stride * (last - first) + 1, stride)
 
 
 def _images_as_groups(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
@@ -184,7 +240,7 @@ def _images_as_groups(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
         (batch * out_channels, *rest),
         batch * shape.groups,
     )
-    return rows.view(batch, out_channels, *rest)
+    return rows.reshape(1, batch, -1)
 
 
 def _library_weight_gradient(

@@ -20,6 +20,7 @@ from xcal.training.clipping.convolution import (
     gram_is_cheaper,
     input_gradient,
     per_image_weight_gradient,
+    without_skipped_pixels,
 )
 
 
@@ -65,10 +66,11 @@ class Convolution(torch.autograd.Function):
         if bias_name is not None:
             book.add_rows(bias_name, g.sum((2, 3)))
         if weight_name is not None:
-            if gram_is_cheaper(g, x, shape):
-                book.add_pair(weight_name, g, x, shape)
+            read, reading = without_skipped_pixels(x, shape)
+            if gram_is_cheaper(g, read, reading):
+                book.add_pair(weight_name, g, read, reading)
             else:
-                book.add_rows(weight_name, per_image_weight_gradient(g, x, shape))
+                book.add_parts(weight_name, per_image_weight_gradient(g, read, reading))
         onward = input_gradient(g, x, weight, shape) if ctx.needs_input_grad[0] else None
         return onward, None, None, None, None, None, None
 
