@@ -32,10 +32,10 @@ _CHUNK = 32
 
 # Colours are fractions of the light that passes, per channel (red, green, blue).
 _LIGHT = (0.93, 0.91, 0.90)
-_RED_CELL = (0.87, 0.66, 0.68)
-_CYTOPLASM = (0.80, 0.76, 0.88)
+_RED_CELL = (0.92, 0.77, 0.77)
+_CYTOPLASM = (0.83, 0.80, 0.90)
 _GRANULE = (0.80, 0.56, 0.66)
-_NUCLEUS = (0.42, 0.27, 0.60)
+_NUCLEUS = (0.30, 0.12, 0.50)
 _PLATELET = (0.62, 0.48, 0.72)
 
 # float32 throughout; numpy's stubs lose the width in mixed arithmetic.
@@ -109,10 +109,10 @@ def _split(
     patient_of = np.arange(size) // images_per_patient
     patients = int(patient_of[-1]) + 1 if size else 0
     labels = rng.permutation(np.arange(size) % len(CLASSES)).astype(np.int64)
-    light = _uniform(rng, (patients, 1), 0.88, 1.06) * _uniform(rng, (patients, 3), 0.96, 1.04)
+    light = _uniform(rng, (patients, 1), 0.92, 1.05) * _uniform(rng, (patients, 3), 0.96, 1.04)
     shared = _Patient(
         light=light[patient_of],
-        stain=_uniform(rng, (patients, 1), 0.80, 1.15)[patient_of],
+        stain=_uniform(rng, (patients, 1), 0.88, 1.10)[patient_of],
         tint=_uniform(rng, (patients, 3), 0.92, 1.08)[patient_of],
     )
     picture = np.empty((size, pixels, pixels, 3), np.uint8)
@@ -143,8 +143,8 @@ def _draw(
     blur = _column(_uniform(rng, n, 0.010, 0.022))
 
     # The white cell: where it lies, how large it is, and its own turned coordinates.
-    centre_x, centre_y = _uniform(rng, n, -0.14, 0.14), _uniform(rng, n, -0.14, 0.14)
-    radius = _uniform(rng, n, 0.25, 0.32)
+    centre_x, centre_y = _uniform(rng, n, -0.06, 0.06), _uniform(rng, n, -0.06, 0.06)
+    radius = _uniform(rng, n, 0.36, 0.43)
     dx, dy = x - _column(centre_x), y - _column(centre_y)
     turn = _directions(rng, n)
     u = (dx * _column(turn[0]) + dy * _column(turn[1])) / _column(radius)
@@ -162,8 +162,8 @@ def _draw(
     red = _red_cells(rng, pixels, centre_x, centre_y, radius, blur) * (1 - 0.9 * cell)
     platelets = _platelets(rng, pixels, n, blur) * (1 - cell)
     grains = _texture(rng, n, pixels, 28)
-    granules = np.clip(grains * 2 - 0.8, 0, 1) * _column(_uniform(rng, n, 0.1, 0.6)) * cell
-    chromatin = 0.82 + 0.36 * (_texture(rng, n, pixels, 11) - 0.5)
+    granules = np.clip(grains * 2 - 0.8, 0, 1) * _column(_uniform(rng, n, 0.1, 0.5)) * cell
+    chromatin = 0.82 + 0.24 * (_texture(rng, n, pixels, 11) - 0.5)
     plasma = cell * _column(_uniform(rng, n, 0.55, 1.0))
     shadow = 1 + 0.12 * (_texture(rng, n, pixels, 3) - 0.5)
     slope = _directions(rng, n) * _uniform(rng, n, 0.0, 0.25)
@@ -225,7 +225,8 @@ def _nucleus(rng: np.random.Generator, labels: NDArray[np.int64], u: Array, v: A
     uneven = np.where((labels == _MONOCYTE) | (labels == _LYMPHOCYTE), 0.25, 1.0)
 
     distance = np.full(u.shape, 9, np.float32)
-    before_x = before_y = np.zeros(n, np.float32)
+    before_x: Array = np.zeros(n)
+    before_y: Array = np.zeros(n)
     for number in range(_MOST_LOBES):
         along = np.where(count > 1, 2 * number / np.maximum(count - 1, 1) - 1, 0)
         angle = half_span * along + uneven * _uniform(rng, n, -0.15, 0.15)
@@ -278,9 +279,9 @@ def _red_cells(
 ) -> Array:
     """Thickness of the red cells: discs, paler in the middle, that may overlap each other."""
     n = len(radius)
-    canvas = _Canvas(n, pixels, reach=0.20)
+    canvas = _Canvas(n, pixels, reach=0.25)
     crowd = _uniform(rng, n, 0.4, 1.0)
-    own_size = _uniform(rng, n, 0.115, 0.15)
+    own_size = _uniform(rng, n, 0.15, 0.19)
     for _ in range(_RED_CELLS):
         at_x, at_y = _uniform(rng, n, -0.6, 0.6), _uniform(rng, n, -0.6, 0.6)
         size = own_size * _uniform(rng, n, 0.9, 1.1)
