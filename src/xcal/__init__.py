@@ -1,0 +1,58 @@
+"""XCal-FL: federated training of image classifiers under a hard differential-privacy budget.
+
+`xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
+of an experiment (`xcal.config.Experiment`) by name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xcal.federation.local import Progress
+    from xcal.privacy.calibration import Plan
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "plan", "run"]
+
+
+def plan(*, units: int, **keys: Any) -> Plan:
+    """The noise plan of one client with `units` units.
+
+    Guarantee: whatever the method's signal says, steps charged by this plan's filter are together
+    (ε, δ)-DP for one unit. Raises `xcal.errors.UserError` for impossible targets.
+
+    >>> xcal = __import__("xcal")
+    >>> p = xcal.plan(method="fl-dp", epsilon=0.5, delta=1e-5, units=3332, batch=32, rounds=30)
+    >>> p.steps, round(p.sigma_ref, 2)
+    (3150, 4.23)
+    """
+    from xcal.config import make_experiment
+    from xcal.methods.registry import plan_for
+
+    return plan_for(make_experiment(keys, "xcal.plan"), units)
+
+
+def run(
+    out: str | Path, *, progress: Progress | None = None, resume: bool = False, **keys: Any
+) -> dict[str, Any]:
+    """Train one experiment into the folder `out` and return its result (also in `result.json`).
+
+    `resume=True` continues the run that stands in `out` and takes no keys. Guarantee: nothing is
+    released from a client before its ledger has recorded the payment, durably.
+    """
+    from xcal.config import make_experiment
+    from xcal.errors import UserError
+    from xcal.federation.folder import RunFolder
+    from xcal.federation.local import run_experiment
+    from xcal.federation.setup import prepare
+
+    if resume:
+        if keys:
+            raise UserError("A resumed run keeps its configuration: give no keys with resume.")
+        return run_experiment(RunFolder.find(Path(out)), progress)
+    else:
+        federation = prepare(make_experiment(keys, "xcal.run"))  # refuse before DIR is made
+        folder = RunFolder.create(Path(out), federation.experiment, sorted(keys))
+    return run_experiment(folder, progress, federation)

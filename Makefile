@@ -1,0 +1,53 @@
+# `make demo` and `make test` are all a new user needs; each installs what it needs first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo static check test bench clean
+
+help:
+	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
+	@echo "make test     all checks and tests"
+	@echo "make check    formatter, linter, types, imports, fast tests"
+	@echo "make bench    step times against peers"
+	@echo "make install  only the set-up: .venv with the package and its test extra"
+
+# pip takes torch's CPU build where one is at hand; the constraints pin every version.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "== Installing xcal and its test extra into $(VENV) (once) =="
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $(INSTALLED)
+
+install: $(INSTALLED)
+
+demo: install
+	@echo "== Demo: four methods, one federation, one ε (runs/demo) =="
+	@$(BIN)/xcal demo --out runs/demo
+
+# Two workers of one torch thread each: the tests are many and small.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+static: install
+	@echo "== Format, lint, types, imports =="
+	@$(BIN)/ruff format --check --quiet src tests benchmarks
+	@$(BIN)/ruff check --quiet src tests benchmarks
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+check: static
+	@echo "== Fast tests =="
+	@$(PYTEST) -m "not slow"
+
+test: static
+	@echo "== All tests =="
+	@$(PYTEST)
+
+bench: install
+	@echo "== Step times against peers (benchmarks/results) =="
+	@$(BIN)/xcal bench
+
+clean:
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,114 @@
+"""`xcal ledger`: create, show and verify what a population has paid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from xcal.privacy import ledger as ledgers
+from xcal.privacy.calibration import check_target
+from xcal.privacy.ledger_rows import (
+    Terms,
+    charges_of,
+    find_ledgers,
+    read_rows,
+    runs_of,
+    terms_of,
+    verify,
+)
+
+app = typer.Typer(
+    help="The durable record of what a population's data have paid.", no_args_is_help=True
+)
+
+
+@app.command("create")
+def create_command(
+    home: Path = typer.Argument(..., help="The client's home folder."),
+    population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
+    epsilon: float = typer.Option(..., help="Lifetime limit ε over all runs."),
+    delta: float = typer.Option(..., help="Lifetime limit δ over all runs."),
+    unit: str = typer.Option("record", help="What is protected: record, group or client."),
+    rule: str = typer.Option(
+        "sum", help="sum: runs reserve their (ε, δ); renyi: one order for all."
+    ),
+    order: float | None = typer.Option(None, help="The order of the rule renyi."),
+) -> None:
+    """Make a ledger that carries a lifetime limit."""
+    check_target(epsilon, delta)
+    path = home / "ledger.sqlite"
+    ledgers.create(path, Terms(population, unit, epsilon, delta, rule, order))
+    typer.echo(
+        f"Created {path}: population {population!r}, per {unit}, ({epsilon:g}, {delta:g}), {rule}."
+    )
+    typer.echo(
+        f"Keep it and {path.with_suffix('.head').name} safe: a lost ledger cannot be replaced."
+    )
+
+
+@app.command("show")
+def show_command(
+    path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
+    rows: int = typer.Option(5, help="How many of the last rows to show."),
+) -> None:
+    """Show what was spent, by whom, and the last rows."""
+    console = Console()
+    for found in find_ledgers(path):
+        lines = read_rows(found)
+        terms = terms_of(lines)
+        limit = "no limit" if terms.epsilon is None else f"({terms.epsilon:g}, {terms.delta:g})"
+        console.print(
+            f"{found}: population {terms.population!r}, per {terms.unit}, limit {limit}"
+            f" by {terms.rule}, {len(lines)} rows",
+            highlight=False,
+        )
+        table = Table()
+        for name in ("run", "method", "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
+            table.add_column(name, justify="left" if name in ("run", "method") else "right")
+        for run in runs_of(lines).values():
+            charges = charges_of(lines, run.run)
+            spent = sum(c.cost for c in charges)
+            private = run.budget is not None
+            table.add_row(
+                run.run,
+                run.method,
+                f"{run.epsilon:g}" if private else "∞",
+                f"{run.delta:g}" if private else "–",
+                f"{run.order:g}" if private else "–",
+                str(len(charges)),
+                f"{spent:.6g}" if private else "∞",
+                f"{run.budget:.6g}" if run.budget is not None else "–",
+                f"{spent / run.budget:.4f}" if run.budget is not None else "–",
+            )
+        console.print(table)
+        for row in lines[-rows:] if rows > 0 else []:
+            body = row.body
+            if row.kind == "charge":
+                released = ", ".join(f"{n} with noise {s:.4g}" for n, s, _ in body["releases"])
+                text = (
+                    f"round {body['round']}, step {body['step']}: σ_eff {body['sigma']:.4g},"
+                    f" rate {body['rate']:.4g}, ρ {body['cost']:.3e}; {released}"
+                )
+            else:
+                text = ", ".join(f"{k} {v}" for k, v in body.items() if k != "terms")
+            console.print(f"  {row.seq:>6} {row.kind:<9} {row.hash[:12]} {text}", highlight=False)
+
+
+@app.command("verify")
+def verify_command(
+    path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
+) -> None:
+    """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
+    failed = False
+    for found in find_ledgers(path):
+        check = verify(found)
+        if check.ok:
+            typer.echo(f"{found}: {check.rows} rows, all in order")
+        else:
+            failed = True
+            typer.echo(f"{found}: row {check.row} {check.problem}", err=True)
+    if failed:
+        raise typer.Exit(1)

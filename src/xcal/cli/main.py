@@ -1,0 +1,51 @@
+"""`xcal`: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+import xcal
+from xcal.cli import demo, ledger, plan, run
+from xcal.errors import UserError
+
+app = typer.Typer(
+    name="xcal",
+    help="Federated training of image classifiers under a hard differential-privacy budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"xcal {xcal.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
+    ),
+) -> None: ...
+
+
+app.command("plan")(plan.plan_command)
+app.command("run")(run.run_command)
+app.command("demo")(demo.demo_command)
+app.add_typer(ledger.app, name="ledger")
+
+
+def main() -> None:
+    """The entry point: bad input is one sentence and exit code 2, Ctrl-C is exit code 130."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"xcal: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("\nxcal: interrupted.", err=True)
+        sys.exit(130)

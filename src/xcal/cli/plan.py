@@ -1,0 +1,70 @@
+"""`xcal plan`: what a target costs in noise, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import xcal
+
+EXPLAINED = {
+    "units": "declared number of units n at one client",
+    "batch": "expected batch B",
+    "rounds": "rounds the client takes part in",
+    "steps": "planned steps K over all rounds",
+    "sample_rate": "Poisson rate B/n",
+    "order": "the filter's fixed Rényi order",
+    "budget": "R, the budget at that order",
+    "sigma_static": "constant multiplier that exactly spends the target",
+    "sigma_ref": "multiplier of a usual step",
+    "sigma_min": "lowest (a step that is explained best)",
+    "sigma_max": "highest (a step that is explained worst)",
+    "sigma_signal": "deviation of the noise on the signal",
+    "signal_price": "σ_ref/σ_static − 1: what the signal costs",
+}
+
+
+def plan_command(
+    method: str = typer.Option("xcal", help="fl-dp, xcal-paper or xcal."),
+    epsilon: float = typer.Option(..., help="Target ε over all rounds."),
+    delta: float = typer.Option(1e-5, help="Target δ."),
+    units: int = typer.Option(..., help="Units of privacy at the client, n."),
+    batch: int = typer.Option(32, help="Expected batch B."),
+    rounds: int = typer.Option(30, help="Rounds T."),
+    local_epochs: int = typer.Option(1, help="Local epochs E."),
+    kappa: float | None = typer.Option(None, help="xcal: price of the signal."),
+    w: float | None = typer.Option(None, help="xcal: how far the signal moves a step's share."),
+    rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),
+    band: float | None = typer.Option(None, help="xcal-paper: half-width b of the band."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+) -> None:
+    """Show the noise that a target (ε, δ) needs."""
+    optional = {"kappa": kappa, "w": w, "rho": rho, "band": band}
+    made = xcal.plan(
+        units=units,
+        method=method,
+        epsilon=epsilon,
+        delta=delta,
+        batch=batch,
+        rounds=rounds,
+        local_epochs=local_epochs,
+        **{k: v for k, v in optional.items() if v is not None},
+    )
+    if as_json:
+        typer.echo(json.dumps(made.as_dict(), indent=2))
+        return
+    table = Table(title=f"{method}: ε = {epsilon:g}, δ = {delta:g}", title_justify="left")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    table.add_column("what it is")
+    for key, text in EXPLAINED.items():
+        value = getattr(made, key)
+        shown = "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(key, shown, text)
+    console = Console()
+    console.print(table)
+    for warning in made.warnings:
+        console.print(f"Beware: {warning}")

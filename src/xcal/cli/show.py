@@ -1,0 +1,127 @@
+"""How a run shows itself while it runs, and its result afterwards."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+
+def number(value: float | None, digits: int = 3, missing: str = "–") -> str:
+    return missing if value is None else f"{value:.{digits}f}"
+
+
+def epsilon_text(value: float | None) -> str:
+    return "∞" if value is None else f"{value:g}"
+
+
+class LiveProgress:
+    """A bar with an estimate, and one line a round."""
+
+    def __init__(self, console: Console, title: str = "training") -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._title = title
+        self._task: Any = None
+        self._headed = False
+
+    def __enter__(self) -> LiveProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, total_steps: int, done_steps: int) -> None:
+        self._task = self._bar.add_task(self._title, total=total_steps, completed=done_steps)
+
+    def step(self, count: int) -> None:
+        self._bar.advance(self._task, count)
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def round(self, record: dict[str, Any]) -> None:
+        """F1 on public validation images, share of the budget spent, mean σ, mean signal."""
+        if not self._headed:
+            self._console.print(
+                "  round  validation F1  budget spent   mean σ  signal  clients", style="bold"
+            )
+            self._headed = True
+        clients = record["clients"]
+        spent = [c["share_spent"] for c in clients if c["share_spent"] is not None]
+        sigma = [c["mean_sigma"] for c in clients if c["mean_sigma"] is not None]
+        signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
+        most = f"{100 * max(spent):.1f} %" if spent else "–"
+        halted = f", {len(record['exhausted'])} exhausted" if record["exhausted"] else ""
+        self._console.print(
+            f"  {record['round'] + 1:>5}  {number(record['validation_macro_f1']):>13}"
+            f"  {most:>12}  {number(_mean(sigma)):>7}  {number(_mean(signal)):>6}"
+            f"  {record['answered']} of {len(clients)} trained{halted}"
+        )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
+    """One run's result as a table, and where everything is."""
+    table = Table(title=f"{result['method']} on {result['data']}", title_justify="left")
+    table.add_column("client")
+    table.add_column("units", justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column("ε spent (odometer)", justify="right")
+    table.add_column("Σρ/R", justify="right")
+    table.add_column("halted")
+    for client in result["clients"]:
+        table.add_row(
+            client["id"],
+            str(client["units"]),
+            str(client["steps"]),
+            number(client["epsilon_spent"], 4, "∞"),
+            number(client["share_spent"], 4),
+            "yes" if client["halted"] else "no",
+        )
+    console.print(table)
+    promise = (
+        f"({result['epsilon_target']:g}, {result['delta']:g})-DP per {result['unit']}"
+        if result["epsilon_target"] is not None
+        else "no guarantee (ε = ∞)"
+    )
+    console.print(
+        f"Test macro F1 {result['macro_f1']:.3f}, {promise}, {result['noise'] or 'no'} noise."
+    )
+    if result["epsilon_paper"] is not None:
+        console.print(f"ε by the paper's own accounting: {result['epsilon_paper']:.4g}.")
+    if result["unused"]:
+        console.print(f"Not used by {result['method']}: {', '.join(result['unused'])}.")
+    console.print(
+        f"Everything is in {folder}; the privacy statement in {folder / 'statement.txt'}."
+    )

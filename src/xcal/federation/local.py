@@ -1,0 +1,332 @@
+"""The local engine: the paper's Algorithm 2 in one process, resumable at any moment."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from xcal.data.images import Images
+from xcal.federation.files import lock_folder, write_bytes, write_json, write_tensors
+from xcal.federation.folder import RunFolder
+from xcal.federation.rounds import (
+    RoundReply,
+    RoundRequest,
+    Site,
+    Weights,
+    client_round,
+    load_weights,
+    server_round,
+)
+from xcal.federation.setup import DATA_SEED, Federation, prepare
+from xcal.methods.base import Method
+from xcal.models.registry import build_network
+from xcal.privacy import ledger
+from xcal.privacy.ledger_rows import Head, Terms
+from xcal.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from xcal.privacy.statement import Situation, make_statement, statement_text
+from xcal.training.evaluate import Predictions, predict
+from xcal.training.local import LocalData, trainable
+
+
+class Progress(Protocol):
+    """Who wants to see how a run comes along."""
+
+    def start(self, total_steps: int, done_steps: int) -> None: ...
+
+    def step(self, count: int) -> None: ...
+
+    def round(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class Silent:
+    """Nobody does."""
+
+    def start(self, total_steps: int, done_steps: int) -> None: ...
+
+    def step(self, count: int) -> None: ...
+
+    def round(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[int]:
+    before = torch.get_num_threads()
+    wanted = count or before
+    torch.set_num_threads(wanted)
+    try:
+        yield wanted
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_experiment(
+    folder: RunFolder, progress: Progress | None = None, federation: Federation | None = None
+) -> dict[str, Any]:
+    """Train what the folder's configuration says, from wherever it stands; return the result."""
+    progress = progress or Silent()
+    handle = lock_folder(folder.path)
+    try:
+        finished = folder.result
+        if finished is not None:
+            return finished
+        experiment = folder.experiment
+        about = folder.about
+        threads = experiment.threads or about.get("threads") or torch.get_num_threads()
+        if about.get("threads") != threads:  # a resumed run keeps the count it began with
+            write_json(folder.path / "run.json", {**about, "threads": threads})
+        with _threads(threads):
+            return _run(folder, federation or prepare(experiment), progress)
+    finally:
+        os.close(handle)  # releases the lock, as the end of the process would
+
+
+def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[str, Any]:
+    started = time.monotonic()
+    experiment = federation.experiment
+    _write_preamble(folder, federation)
+    model = build_network(
+        experiment.network, len(federation.data.classes), seed=experiment.seed
+    ).to(experiment.device)
+    weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
+    first, heads, reports = 0, dict[str, Head](), dict[str, dict[str, Any]]()
+    checkpoint = folder.load_checkpoint()
+    if checkpoint is not None:
+        weights, state = checkpoint
+        weights = {k: v.to(experiment.device) for k, v in weights.items()}
+        first = state["rounds"]
+        heads = {c: Head(**h) for c, h in state["heads"].items()}
+        reports = state["reports"]
+    for name in ("rounds.jsonl", "trace.jsonl"):
+        folder.rewrite_lines(name, first)
+    sites = _make_sites(folder, federation, heads)
+
+    def planned(rounds: Sequence[tuple[int, ...]]) -> int:
+        return sum(federation.steps_of_round(c) for chosen in rounds for c in chosen)
+
+    progress.start(planned(federation.schedule), planned(federation.schedule[:first]))
+    validation = _validation_subset(federation)
+    for t in range(first, experiment.rounds):
+        began = time.monotonic()
+        replies = [
+            client_round(
+                RoundRequest(folder.about["run"], t, federation.own_rounds(c), experiment),
+                weights,
+                sites[c],
+                progress.step,
+            )
+            for c in federation.schedule[t]
+        ]
+        weights = server_round(weights, replies)
+        load_weights(model, weights)
+        for reply in replies:
+            reports[reply.report.client] = asdict(reply.report)
+            site = sites[int(reply.report.client)]
+            site.expected_head = Head(reply.report.ledger_rows, reply.report.ledger_hash)
+        record = _round_record(t, replies, model, validation, experiment.device)
+        record["seconds"] = round(time.monotonic() - began, 3)
+        folder.append_lines("rounds.jsonl", [record])
+        folder.append_lines(
+            "trace.jsonl",
+            [{"client": r.report.client, **asdict(s)} for r in replies for s in r.trace],
+        )
+        folder.save_checkpoint(
+            weights,
+            {
+                "rounds": t + 1,
+                "reports": reports,
+                "heads": {s.client: asdict(s.expected_head) for s in sites if s.expected_head},
+            },
+        )
+        progress.round(record)
+    load_weights(model, weights)
+    return _finish(folder, federation, model, reports, time.monotonic() - started)
+
+
+def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head]) -> list[Site]:
+    """One site a client. A simulated home is made once; a home given by path must have a ledger."""
+    experiment = federation.experiment
+    sites = []
+    for client, shard in enumerate(federation.parts.shards):
+        name = str(client)
+        plan = federation.plans[client]
+        if experiment.homes is not None:
+            home = Path(experiment.homes[client])
+        else:
+            home = folder.client_home(name)
+            home.mkdir(parents=True, exist_ok=True)
+            path = home / "ledger.sqlite"
+            if not path.exists() and name not in heads:
+                ledger.create(
+                    path,
+                    Terms(
+                        population=f"simulated client {name}",
+                        unit=experiment.unit,
+                        epsilon=None if plan is None else plan.epsilon,
+                        delta=None if plan is None else plan.delta,
+                    ),
+                )
+        noise: NoiseSource = (
+            SeededNoise(experiment.seed) if experiment.noise == "seeded" else SecureNoise()
+        )
+        sites.append(
+            Site(
+                client=name,
+                home=home,
+                data=LocalData(
+                    federation.data.train.take(shard.indices),
+                    unit=experiment.unit,
+                    images_per_unit=experiment.images_per_unit,
+                    brightness=shard.brightness,
+                    device=experiment.device,
+                ),
+                noise=noise,
+                build_model=lambda: build_network(
+                    experiment.network, len(federation.data.classes), seed=experiment.seed
+                ).to(experiment.device),
+                expected_head=heads.get(name),
+            )
+        )
+    return sites
+
+
+def _validation_subset(federation: Federation) -> Images | None:
+    """The fixed public subset that is measured every round; None where there is none."""
+    images = federation.data.validation
+    count = min(federation.experiment.validation_images, len(images))
+    if count == 0:
+        return None
+    chosen = np.random.default_rng([DATA_SEED, 11]).permutation(len(images))[:count]
+    return images.take(np.sort(chosen))
+
+
+def _round_record(
+    t: int,
+    replies: Sequence[RoundReply],
+    model: nn.Module,
+    validation: Images | None,
+    device: str,
+) -> dict[str, Any]:
+    f1 = predict(model, validation, device=device).macro_f1() if validation is not None else None
+    return {
+        "round": t,
+        "validation_macro_f1": f1,
+        "answered": sum(r.weights is not None for r in replies),
+        "exhausted": [r.report.client for r in replies if r.report.halted],
+        "clients": [asdict(r.report) for r in replies],
+    }
+
+
+def _write_preamble(folder: RunFolder, federation: Federation) -> None:
+    """Schedule, plans and statement: all of it known before the first step."""
+    experiment = federation.experiment
+    plans = {str(c): p for c, p in enumerate(federation.plans) if p is not None}
+    write_json(folder.path / "schedule.json", [list(r) for r in federation.schedule])
+    write_json(folder.path / "plans.json", {c: p.as_dict() for c, p in plans.items()})
+    statement = make_statement(
+        Situation(
+            method=experiment.method,
+            unit=experiment.unit,
+            noise=experiment.noise,
+            plans=plans,
+            shared_units=federation.parts.shared_units,
+            groups_split=federation.parts.groups_split,
+            group_name=federation.data.group_name,
+        )
+    )
+    write_json(folder.path / "statement.json", statement)
+    write_bytes(folder.path / "statement.txt", statement_text(statement).encode())
+
+
+def _finish(
+    folder: RunFolder,
+    federation: Federation,
+    model: nn.Module,
+    reports: dict[str, dict[str, Any]],
+    seconds: float,
+) -> dict[str, Any]:
+    """Measure on the whole test set and write the result, last of all."""
+    experiment, about = federation.experiment, folder.about
+    test = predict(model, federation.data.test, device=experiment.device)
+    _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
+    write_tensors(
+        folder.path / "model.safetensors",
+        model.state_dict(),
+        {"network": experiment.network, "classes": list(federation.data.classes)},
+    )
+    plans = [p for p in federation.plans if p is not None]
+    private = bool(plans)
+    paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
+    result = {
+        "method": experiment.method,
+        "data": experiment.data,
+        "network": experiment.network,
+        "macro_f1": test.macro_f1(),
+        "epsilon_target": experiment.epsilon if private else None,
+        "epsilon_nominal": experiment.epsilon if private else None,
+        "epsilon_paper": max(paper) if paper else None,
+        "delta": experiment.delta if private else None,
+        "unit": experiment.unit if private else None,
+        "noise": experiment.noise if private else None,
+        "mean_sigma": _mean_sigma(folder) if private else None,
+        "seed": experiment.seed,
+        "clients": [
+            {
+                "id": r["client"],
+                "units": r["units"],
+                "epsilon_spent": r["epsilon_spent"],
+                "epsilon_paper": r["epsilon_paper"],
+                "share_spent": r["share_spent"],
+                "order": r["order"],
+                "steps": r["steps"],
+                "halted": r["halted"],
+            }
+            for _, r in sorted(reports.items(), key=lambda item: int(item[0]))
+        ],
+        "rounds": experiment.rounds,
+        "threads": about["threads"],
+        "seconds": round(seconds, 1),
+        "unused": unused_keys(federation.method, about["given"]),
+        "commit": about["commit"],
+        "versions": about["versions"],
+        "command": about["command"],
+    }
+    write_json(folder.path / "result.json", result)
+    return result
+
+
+def unused_keys(method: Method, given: Sequence[str]) -> list[str]:
+    """Keys that were given and make no difference to the method."""
+    return sorted(k for k in given if k not in method.uses)
+
+
+def _mean_sigma(folder: RunFolder) -> float | None:
+    sigmas = [line["sigma"] for line in folder.read_lines("trace.jsonl")]
+    return float(np.mean(sigmas)) if sigmas else None
+
+
+def _save_predictions(path: Path, images: Images, found: Predictions) -> None:
+    scratch = path.with_name("." + path.name)
+    with open(scratch, "wb") as file:
+        np.savez_compressed(
+            file,
+            id=images.ids,
+            group=images.groups,
+            label=found.labels,
+            predicted=found.predicted,
+            confidence=found.confidence,
+            probabilities=found.probabilities,
+        )
+    scratch.replace(path)

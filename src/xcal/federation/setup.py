@@ -1,0 +1,121 @@
+"""What an experiment and its seed determine before the first round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from xcal.config import Experiment
+from xcal.data import catalog
+from xcal.data.images import ImageData, Images
+from xcal.data.partition import Partition, Shard, partition
+from xcal.data.sampling import UnitTable
+from xcal.errors import UserError
+from xcal.methods.base import Method
+from xcal.methods.registry import get_method
+from xcal.models.registry import build_network
+from xcal.privacy.calibration import Plan
+from xcal.training.clipping import ClippingEngine
+
+DATA_SEED = 0  # the data set is the same for every seed of an experiment
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything that the experiment and the seed determine before the first round."""
+
+    experiment: Experiment
+    method: Method
+    data: ImageData
+    parts: Partition
+    schedule: tuple[tuple[int, ...], ...]  # clients of each round
+    plans: tuple[Plan | None, ...]
+
+    def own_rounds(self, client: int) -> tuple[int, ...]:
+        return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
+
+    def steps_of_round(self, client: int) -> int:
+        units = _units(self.data.train, self.parts.shards[client], self.experiment.unit)
+        return self.experiment.local_epochs * -(-units // self.experiment.batch)
+
+
+def _units(images: Images, shard: Shard, unit: str) -> int:
+    groups = images.groups[shard.indices]
+    return UnitTable.of("group" if unit == "group" else "record", groups).n_units
+
+
+def _fewer(images: Images, count: int | None) -> Images:
+    """At most `count` images, whole groups, chosen once for all seeds."""
+    if count is None or count >= len(images):
+        return images
+    groups, group_of, sizes = np.unique(images.groups, return_inverse=True, return_counts=True)
+    shuffled = np.random.default_rng(DATA_SEED).permutation(len(groups))
+    kept = shuffled[np.cumsum(sizes[shuffled]) <= count]
+    return images.take(np.flatnonzero(np.isin(group_of, kept)))
+
+
+def draw_schedule(
+    clients: int, rounds: int, participants: int | None, seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Who takes part in which round: drawn at the start, public, known to the clients."""
+    if participants is None or participants == clients:
+        return tuple(tuple(range(clients)) for _ in range(rounds))
+    if participants > clients:
+        raise UserError(
+            f"participants ({participants}) exceeds clients ({clients}): choose at most {clients}."
+        )
+    generator = np.random.default_rng([seed, 7])
+    return tuple(
+        tuple(sorted(int(c) for c in generator.choice(clients, participants, replace=False)))
+        for _ in range(rounds)
+    )
+
+
+def prepare(experiment: Experiment) -> Federation:
+    """Data, partition, schedule and plans: every refusal that can come, comes here."""
+    method = get_method(experiment.method)
+    if experiment.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
+    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED)
+    train = _fewer(data.train, experiment.train_images)
+    data = ImageData(
+        data.name, data.classes, data.group_name, data.licence, train, data.validation, data.test
+    )
+    clients = 1 if method.pooled else experiment.clients
+    if method.pooled:
+        parts = Partition((Shard(np.arange(len(train)), 1.0),), False, False)
+    else:
+        parts = partition(
+            train,
+            clients,
+            kind=experiment.partition,
+            concentration=experiment.concentration,
+            seed=experiment.seed,
+            units_per_client=experiment.units_per_client,
+            keep_groups=experiment.keep_groups,
+        )
+    schedule = draw_schedule(
+        clients,
+        experiment.rounds,
+        None if method.pooled else experiment.participants,
+        experiment.seed,
+    )
+    if experiment.homes is not None and len(experiment.homes) != clients:
+        raise UserError(
+            f"homes names {len(experiment.homes)} folders for {clients} clients: name one each."
+        )
+    plans: list[Plan | None] = []
+    for client, shard in enumerate(parts.shards):
+        units = _units(train, shard, experiment.unit)
+        if experiment.batch > units:
+            raise UserError(
+                f"batch ({experiment.batch}) exceeds the {units} units of client {client}: choose a"
+                " smaller batch, fewer clients or more data."
+            )
+        own = sum(client in chosen for chosen in schedule)
+        plans.append(method.plan(experiment, units, own) if own else None)
+    if method.private:  # refuse a network without a per-sample rule before anything is charged
+        ClippingEngine(build_network(experiment.network, len(data.classes), seed=0))
+    return Federation(experiment, method, data, parts, schedule, tuple(plans))

@@ -1,0 +1,163 @@
+"""What a run promises, to whom and under which assumptions; in words and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xcal.privacy.calibration import Plan
+
+RELATION = (
+    "zero-out: two data sets are neighbours when one unit's data are replaced by a null unit that"
+    " contributes zero to everything; the number of units is the same on both sides and public"
+)
+SERVER_SEES = (
+    "after every round a client's weights, which are made of noisy releases only; its declared"
+    " number of units; its noise multipliers, released signals, odometer and ledger head, all of"
+    " them functions of releases and public constants; and that it took part"
+)
+NOT_PROTECTED = (
+    "timing (durations follow the drawn batch's size)",
+    "the number of units and who takes part",
+    "validation and test images, which are treated as public",
+    "what the machine's operator, its memory or its files give away",
+    "the choice of hyper-parameters: the defaults were tuned on the evaluation sets",
+)
+ASSUMPTIONS = (
+    "each step draws every unit independently with the stated rate, and the draw stays secret",
+    "one unit is one image or one group as declared, and stands once at one client",
+    "clients follow the protocol; the server may send any weights it likes",
+    "floating point behaves as the reals up to the stated margins: clipping to C/(1 + 10⁻³) in"
+    " single precision, releases rounded to a public grid",
+)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a statement needs to know beside the plans."""
+
+    method: str
+    unit: str
+    noise: str
+    plans: dict[str, Plan]  # by client; empty without a guarantee
+    shared_units: bool = False
+    groups_split: bool = False
+    group_name: str = "record"
+    epsilon_nominal: float | None = None
+
+
+def _promise(situation: Situation) -> str:
+    plans = list(situation.plans.values())
+    if not plans:
+        return (
+            f"The method {situation.method} has no differential-privacy guarantee: epsilon is"
+            " infinite. Whoever sees an update or the model may learn anything about the"
+            " training images."
+        )
+    plan = plans[0]
+    unit = (
+        "one image (record)"
+        if plan.unit == "record"
+        else f"all images of one {situation.group_name} (group)"
+    )
+    return (
+        f"Each client's whole training, over all its rounds, is ({plan.epsilon:g},"
+        f" {plan.delta:g})-differentially private for {unit}, against the server, other clients and"
+        " anyone who receives the model, whatever was spent of it."
+    )
+
+
+def _warnings(situation: Situation) -> list[str]:
+    found = {w for plan in situation.plans.values() for w in plan.warnings}
+    if situation.plans and situation.noise == "seeded":
+        found.add(
+            "Noise and draws come from a seed: this is a simulation, private against nobody who"
+            " knows or guesses the seed; models of runs that share a seed must not be released"
+            " together as private."
+        )
+    if situation.plans and situation.shared_units:
+        found.add(
+            "Some units stand at several clients: such a unit pays the sum of those clients' costs"
+            " at one common order, which is more than the stated epsilon."
+        )
+    if situation.plans and situation.unit == "record" and situation.group_name != "record":
+        found.add(
+            f"The guarantee is per image; a {situation.group_name} with several images is protected"
+            ' only through group privacy, which weakens quickly. unit = "group" protects the'
+            f" {situation.group_name}."
+        )
+    if situation.groups_split and situation.group_name != "record":
+        found.add(f"Images of one {situation.group_name} stand at several clients.")
+    return sorted(found)
+
+
+def make_statement(situation: Situation) -> dict[str, Any]:
+    """The statement as plain values."""
+    private = bool(situation.plans)
+    return {
+        "method": situation.method,
+        "promise": _promise(situation),
+        "unit": situation.unit if private else None,
+        "neighbouring_relation": RELATION if private else None,
+        "epsilon_nominal": situation.epsilon_nominal,
+        "clients": [
+            {
+                "client": client,
+                "epsilon": plan.epsilon,
+                "delta": plan.delta,
+                "order": plan.order,
+                "budget": plan.budget,
+                "units": plan.units,
+                "sample_rate": plan.sample_rate,
+                "steps": plan.steps,
+            }
+            for client, plan in situation.plans.items()
+        ],
+        "sampling": "Poisson, by unit; never truncated; sums divided by the expected batch"
+        if private
+        else None,
+        "noise": situation.noise if private else None,
+        "accounting": "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by"
+        " dp-accounting's Poisson-subsampled Gaussian"
+        if private
+        else None,
+        "server_sees": SERVER_SEES if private else "every update as it is",
+        "assumptions": list(ASSUMPTIONS) if private else [],
+        "not_protected": list(NOT_PROTECTED) if private else ["anything"],
+        "warnings": _warnings(situation),
+    }
+
+
+def _paragraph(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 92, initial_indent=indent, subsequent_indent=" " * len(indent))
+
+
+def _listed(title: str, items: Sequence[str]) -> list[str]:
+    return [title, *(_paragraph(item, "  - ") for item in items), ""] if items else []
+
+
+def statement_text(statement: dict[str, Any]) -> str:
+    """The same in words, for a person."""
+    lines = [f"Privacy statement: {statement['method']}", "", _paragraph(statement["promise"]), ""]
+    for client in statement["clients"]:
+        lines.append(
+            f"  client {client['client']}: epsilon {client['epsilon']:g}, delta"
+            f" {client['delta']:g}, order {client['order']:g}, {client['units']} units, rate"
+            f" {client['sample_rate']:.5f}, {client['steps']} steps"
+        )
+    if statement["clients"]:
+        lines.append("")
+        for key, title in (
+            ("neighbouring_relation", "Neighbours: "),
+            ("sampling", "Sampling: "),
+            ("noise", "Noise: "),
+            ("accounting", "Accounting: "),
+        ):
+            lines.append(_paragraph(f"{title}{statement[key]}."))
+    lines += [_paragraph(f"The server sees {statement['server_sees']}."), ""]
+    lines += _listed("Assumed:", statement["assumptions"])
+    lines += _listed("Not protected:", statement["not_protected"])
+    lines += _listed("Beware:", statement["warnings"])
+    return "\n".join(lines).rstrip() + "\n"
