@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix not in (".pth", ".pt"):
         raise UserError(f"{path} is no weights file we read: give .safetensors, .pth or .pt")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the loader warns of pickles it then refuses
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors and was not read, since loading it could run code: "
