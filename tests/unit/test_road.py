@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.errors import UserError
+from xcal.explain.blas import _thread_functions, one_blas_thread
 from xcal.explain.imputation import impute, neighbour_sum
 from xcal.explain.road import (
     RoadSettings,
@@ -21,6 +22,7 @@ from xcal.explain.road import (
     road,
     saliency_for_ranking,
 )
+from xcal.explain.road_timing import time_road
 
 
 def dense_imputation(image: NDArray[np.float64], removed: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -257,3 +259,40 @@ def test_nonsense_settings_are_refused(wrong: dict[str, float]) -> None:
 def test_maps_and_images_must_match() -> None:
     with pytest.raises(UserError, match="3 images and 2 maps"):
         road(BlobClassifier(), blob_images(3), torch.rand(2, 5, 5))
+
+
+def test_the_number_of_blas_threads_is_given_back() -> None:
+    functions = _thread_functions()
+    if functions is None:
+        pytest.skip("SciPy does not use OpenBLAS here")
+    read, write = functions
+    before = read()
+    try:
+        write(2)
+        with one_blas_thread():
+            assert read() == 1
+        assert read() == 2
+    finally:
+        write(before)
+
+
+class PooledNet(nn.Module):
+    cam_layer = "body"
+    head_layer = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3, stride=4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images).mean(dim=(2, 3)))
+
+
+def test_timing_says_what_was_timed() -> None:
+    timing = time_road(PooledNet(), images=6, pixels=16, settings=RoadSettings(levels=(50,)))
+    summary = timing.summary()
+    assert (summary["images"], summary["pixels"], summary["levels"]) == (6, 16, [50])
+    assert timing.total_seconds == timing.maps_seconds + timing.road_seconds > 0
+    assert timing.imputation_seconds > 0
+    assert timing.forward_seconds > 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
 
 from xcal.errors import UserError
+
+FloatArray = NDArray[np.float64]
 
 
 def confusion_matrix(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> NDArray[np.int64]:
@@ -37,6 +42,131 @@ def macro_f1(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> float:
     if not present.any():
         return float("nan")
     return float(np.mean(2 * hits[present] / mentions[present]))
+
+
+def sensitivity(counts: NDArray[np.int64]) -> FloatArray:
+    """Per class of a confusion matrix: the share of its images that are recognised, in [0, 1].
+
+    NaN for a class without images.
+    """
+    return _ratio(np.diag(counts), counts.sum(axis=1))
+
+
+def specificity(counts: NDArray[np.int64]) -> FloatArray:
+    """Per class of a confusion matrix: the share of all other images not called it, in [0, 1].
+
+    NaN for a class without any other images.
+    """
+    others = counts.sum() - counts.sum(axis=1)
+    false_alarms = counts.sum(axis=0) - np.diag(counts)
+    return _ratio(others - false_alarms, others)
+
+
+def balanced_accuracy(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> float:
+    """The mean sensitivity of the classes that occur, in [0, 1]; NaN without any image."""
+    return _mean_of_defined(sensitivity(confusion_matrix(labels, predicted, n_classes)))
+
+
+def auroc_per_class(labels: ArrayLike, probabilities: ArrayLike) -> FloatArray:
+    """One class against the rest: how likely an image of the class outranks one that is not.
+
+    In [0, 1], ties count half, 1/2 is chance; NaN for a class without images or without others.
+    `probabilities` is (N, classes) and finite.
+    """
+    scores, truth = _probabilities(labels, probabilities)
+    result = np.full(scores.shape[1], np.nan)
+    for k in range(scores.shape[1]):
+        positive = truth == k
+        hits, others = int(positive.sum()), int((~positive).sum())
+        if hits and others:
+            # Mann and Whitney's statistic from mid-ranks.
+            above = rankdata(scores[:, k])[positive].sum() - hits * (hits + 1) / 2
+            result[k] = above / (hits * others)
+    return result
+
+
+def auroc(labels: ArrayLike, probabilities: ArrayLike) -> float:
+    """The mean of `auroc_per_class` over the classes that have one, in [0, 1]; else NaN."""
+    return _mean_of_defined(auroc_per_class(labels, probabilities))
+
+
+def calibration_error(labels: ArrayLike, probabilities: ArrayLike, *, bins: int = 15) -> float:
+    """Expected calibration error of the predicted class, in [0, 1]: 0 is perfect.
+
+    Images are sorted into equal bins of confidence; the differences between mean confidence and
+    share of right answers are averaged, weighted by the bins' sizes. NaN without any image.
+    """
+    scores, truth = _probabilities(labels, probabilities)
+    if len(truth) == 0:
+        return float("nan")
+    confidence = scores.max(axis=1)
+    surplus = confidence - (scores.argmax(axis=1) == truth)
+    # Bins are open below and closed above, as usual; confidence 0 cannot occur.
+    place = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    return float(np.abs(np.bincount(place, surplus, bins)).sum() / len(truth))
+
+
+def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Any]:
+    """All of these metrics as plain numbers for a result file; None for what is undefined.
+
+    An image whose probabilities are not finite counts as a wrong answer of no confidence at all:
+    it is given the class after its own and equal probabilities, and counted in `broken_images`.
+    """
+    scores = np.asarray(probabilities, dtype=np.float64)
+    truth = np.asarray(labels).reshape(-1)
+    if scores.ndim != 2 or len(scores) != truth.size or scores.shape[1] < 2:
+        raise UserError(
+            f"There are {truth.size} labels and probabilities of the shape {scores.shape}: give "
+            "one row of two or more classes per image."
+        )
+    n_classes = scores.shape[1]
+    truth = _classes(truth, n_classes, "label")
+    broken = np.logical_not(np.isfinite(scores).all(axis=1)).reshape(-1)
+    scores = np.where(broken[:, None], 1 / n_classes, scores)
+    predicted = np.where(broken, (truth + 1) % n_classes, scores.argmax(axis=1))
+    counts = confusion_matrix(truth, predicted, n_classes)
+    return {
+        "images": int(truth.size),
+        "broken_images": int(broken.sum()),
+        "macro_f1": _or_none(macro_f1(truth, predicted, n_classes)),
+        "accuracy": _or_none(float(np.mean(predicted == truth)) if truth.size else float("nan")),
+        "balanced_accuracy": _or_none(balanced_accuracy(truth, predicted, n_classes)),
+        "auroc": _or_none(auroc(truth, scores)),
+        "auroc_per_class": [_or_none(value) for value in auroc_per_class(truth, scores)],
+        "sensitivity": [_or_none(value) for value in sensitivity(counts)],
+        "specificity": [_or_none(value) for value in specificity(counts)],
+        "calibration_error": _or_none(calibration_error(truth, scores)),
+        "confusion_matrix": counts.tolist(),
+    }
+
+
+def _probabilities(
+    labels: ArrayLike, probabilities: ArrayLike
+) -> tuple[FloatArray, NDArray[np.int64]]:
+    scores = np.asarray(probabilities, dtype=np.float64)
+    if scores.ndim != 2:
+        raise UserError(f"Probabilities of the shape {scores.shape} were given: one row per image.")
+    truth = _classes(labels, scores.shape[1], "label")
+    if len(truth) != len(scores):
+        raise UserError(
+            f"There are {len(truth)} labels and {len(scores)} rows of probabilities: give one of "
+            "each per image."
+        )
+    return scores, truth
+
+
+def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> FloatArray:
+    result: FloatArray = np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
+    return result
+
+
+def _mean_of_defined(values: FloatArray) -> float:
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if defined.size else float("nan")
+
+
+def _or_none(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
 
 
 def _classes(values: ArrayLike, n_classes: int, what: str) -> NDArray[np.int64]:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg.lapack import dpbsv
 
+from xcal.explain.blas import one_blas_thread
+
 DIRECT_WEIGHT = 1 / 6
 DIAGONAL_WEIGHT = 1 / 12
 
@@ -54,7 +56,8 @@ def impute(image: NDArray[np.floating], removed: NDArray[np.bool_]) -> NDArray[n
     band[0] = degree
     for earlier, distance, weight in pairs:
         band[distance, earlier] = -weight
-    _, solution, failed = dpbsv(band, right_side, lower=1, overwrite_ab=1, overwrite_b=1)
+    with one_blas_thread():
+        _, solution, failed = dpbsv(band, right_side, lower=1, overwrite_ab=1, overwrite_b=1)
     if failed:
         raise ArithmeticError(f"the imputation system could not be factorised (code {failed})")
     return solution.T

@@ -43,7 +43,7 @@ class RoadSettings:
     levels: tuple[float, ...] = (20, 40, 60, 80)
     noise: float = 0.01
     seed: int = 0
-    batch_size: int = 256
+    batch_size: int = 32
 
     def __post_init__(self) -> None:
         if not self.levels or not all(0 < level < 100 for level in self.levels):

@@ -101,7 +101,7 @@ def mask_images(images: Tensor, cells: Tensor, fill: Fill) -> Tensor:
     rows = torch.arange(height, device=images.device) * cells.shape[1] // height
     columns = torch.arange(width, device=images.device) * cells.shape[2] // width
     covered = cells[:, rows[:, None], columns].unsqueeze(1)
-    return torch.where(covered, _fill_values(images, fill), images)
+    return torch.where(covered, fill_values(images, fill), images)
 
 
 def components(logits: Tensor, maps: Tensor, cells: Tensor, masked_logits: Tensor) -> Components:
@@ -217,7 +217,7 @@ def _all_finite(images: Tensor) -> Tensor:
     return torch.isfinite(images).flatten(1).all(dim=1)
 
 
-def _fill_values(images: Tensor, fill: Fill) -> Tensor:
+def fill_values(images: Tensor, fill: Fill) -> Tensor:
     """The fill as a tensor that broadcasts over the images."""
     if isinstance(fill, str):
         if fill == "image-mean":

@@ -1,0 +1,74 @@
+"""Overlays: colours, sizes, degenerate maps, files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from xcal.errors import UserError
+from xcal.explain.overlay import (
+    colour_bar,
+    colours,
+    overlay,
+    picture,
+    save_overlay,
+    scaled_map,
+)
+
+
+def test_the_scale_gets_steadily_lighter() -> None:
+    table = colours(np.linspace(0, 1, 256)).astype(float)
+    lightness = table @ np.array([0.2126, 0.7152, 0.0722])
+    assert (np.diff(lightness) >= 0).all()
+    assert np.array_equal(colours(np.array([-1.0, math.nan])), colours(np.zeros(2)))
+    assert np.array_equal(colours(np.array([7.0])), colours(np.ones(1)))
+
+
+def test_where_nothing_is_salient_the_image_is_seen_as_it_is() -> None:
+    image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    plain = np.asarray(picture(image))
+    for saliency in (torch.zeros(2, 2), torch.full((2, 2), math.nan), -torch.ones(2, 2)):
+        assert np.array_equal(np.asarray(overlay(image, saliency)), plain)
+    saliency = torch.zeros(8, 8)
+    saliency[:4] = 1
+    drawn = np.asarray(overlay(image, saliency, opacity=1.0))
+    assert np.array_equal(drawn[4:], plain[4:])
+    assert (drawn[:4] == colours(np.ones(1))).all()
+
+
+def test_a_shared_peak_makes_maps_comparable() -> None:
+    weak = torch.full((2, 2), 0.5)
+    assert scaled_map(weak, (4, 4), None) == pytest.approx(1)
+    assert scaled_map(weak, (4, 4), 2.0) == pytest.approx(0.25)
+    assert scaled_map(weak.double() * 1e-300, (4, 4), None) == pytest.approx(1)
+    assert scaled_map(weak, (4, 4), 0.1) == pytest.approx(1)
+
+
+def test_sizes_and_channels() -> None:
+    grey = torch.rand(1, 10, 20, generator=torch.Generator().manual_seed(0))
+    assert picture(grey).size == (20, 10)
+    assert overlay(grey, torch.rand(3, 3), side=200).size == (200, 100)
+    assert picture(grey, side=5).size == (5, 2)
+    with pytest.raises(UserError, match="cannot be drawn"):
+        picture(torch.rand(4, 10, 10))
+
+
+def test_colour_bar_has_both_directions() -> None:
+    lying, upright = np.asarray(colour_bar(50, 4)), np.asarray(colour_bar(4, 50))
+    assert np.array_equal(lying[0, 0], upright[-1, 0])
+    assert np.array_equal(lying[0, -1], upright[0, 0])
+
+
+def test_saving(tmp_path: Path) -> None:
+    image, saliency = torch.rand(3, 8, 8), torch.rand(2, 2)
+    save_overlay(tmp_path / "map.png", image, saliency, side=64)
+    with Image.open(tmp_path / "map.png") as stored:
+        assert stored.size == (64, 64)
+        assert stored.info == {}
+    with pytest.raises(UserError, match="was not saved"):
+        save_overlay(tmp_path / "nowhere" / "map.png", image, saliency)
