@@ -22,9 +22,9 @@ from xcal.explain.overlay import (
 
 
 def test_the_scale_gets_steadily_lighter() -> None:
-    table = colours(np.linspace(0, 1, 256)).astype(float)
+    table = colours(np.linspace(0, 1, 52)).astype(float)
     lightness = table @ np.array([0.2126, 0.7152, 0.0722])
-    assert (np.diff(lightness) >= 0).all()
+    assert (np.diff(lightness) > 0).all()
     assert np.array_equal(colours(np.array([-1.0, math.nan])), colours(np.zeros(2)))
     assert np.array_equal(colours(np.array([7.0])), colours(np.ones(1)))
 
