@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from xcal.errors import UserError
 from xcal.explain.gradcam import closed_form_maps, forward_with_features, gradcam_maps
 
+torch.set_num_threads(1)
+
 
 class PooledNet(nn.Module):
     """Convolutions, global average pooling, one linear layer: the closed form applies."""

@@ -21,6 +21,8 @@ from xcal.explain.signal import (
     top_cells,
 )
 
+torch.set_num_threads(1)
+
 seeds = st.integers(0, 2**31 - 1)
 weights = st.floats(0, 10)
 shares = st.floats(0.01, 1)
@@ -53,6 +55,7 @@ def random_maps(n: int, seed: int) -> Tensor:
     return (torch.randn(n, 5, 5, generator=generator) - shift).relu()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(anything, anything, anything), max_size=8), weights, weights, weights)
 def test_scores_lie_in_the_unit_interval_whatever_comes(
     rows: list[tuple[float, float, float]], alpha: float, beta: float, gamma: float
@@ -65,6 +68,7 @@ def test_scores_lie_in_the_unit_interval_whatever_comes(
     assert (result[torch.tensor(broken, dtype=torch.bool)] == 0).all()
 
 
+@settings(deadline=None)
 @given(seeds, shares, st.booleans())
 def test_cells_are_the_largest_ones(seed: int, q: float, positive_only: bool) -> None:
     maps = random_maps(4, seed)
@@ -81,6 +85,7 @@ def test_cells_are_the_largest_ones(seed: int, q: float, positive_only: bool) ->
         assert chosen.sum() >= min(k, positive)
 
 
+@settings(deadline=None)
 @given(seeds, shares)
 def test_choice_of_cells_survives_rounding(seed: int, q: float) -> None:
     # Maps on a coarse grid: equal values stay equal after noise far below the quantum.
@@ -94,6 +99,7 @@ def test_choice_of_cells_survives_rounding(seed: int, q: float) -> None:
         )
 
 
+@settings(deadline=None)
 @given(seeds, shares, st.floats(1e-3, 1e3))
 def test_choice_of_cells_ignores_the_scale_of_a_map(seed: int, q: float, scale: float) -> None:
     maps = random_maps(4, seed).double()
@@ -103,7 +109,7 @@ def test_choice_of_cells_ignores_the_scale_of_a_map(seed: int, q: float, scale: 
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(0, 4), st.sampled_from(["imagenet", "image-mean"]), st.booleans())
 def test_an_image_is_scored_alone(seed: int, index: int, fill: str, positive_only: bool) -> None:
     model = tiny_net(seed)
@@ -116,7 +122,7 @@ def test_an_image_is_scored_alone(seed: int, index: int, fill: str, positive_onl
     assert ((together >= 0) & (together <= 1)).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     seeds,
     st.integers(0, 4),
@@ -135,6 +141,7 @@ def test_a_broken_image_harms_only_itself(seed: int, index: int, broken: float, 
     assert torch.equal(result[others], sound[others])
 
 
+@settings(deadline=None)
 @given(seeds, st.integers(0, 3), weights, weights, weights)
 def test_one_image_moves_the_sum_of_scores_by_at_most_one(
     seed: int, index: int, alpha: float, beta: float, gamma: float
@@ -153,6 +160,7 @@ def test_one_image_moves_the_sum_of_scores_by_at_most_one(
     assert 0 <= whole.sum() - rest.sum() <= 1 + 1e-12
 
 
+@settings(deadline=None)
 @given(seeds)
 def test_masking_touches_covered_pixels_only(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

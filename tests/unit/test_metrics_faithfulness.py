@@ -22,6 +22,8 @@ from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.localisation import localisation
 from xcal.explain.ranks import rank_correlation
 
+torch.set_num_threads(1)
+
 
 class BlobClassifier(nn.Module):
     """Says 1 if the square in the middle is bright: its true attribution is that square."""

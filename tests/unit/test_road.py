@@ -24,6 +24,8 @@ from xcal.explain.road import (
 )
 from xcal.explain.road_timing import time_road
 
+torch.set_num_threads(1)
+
 
 def dense_imputation(image: NDArray[np.float64], removed: NDArray[np.bool_]) -> NDArray[np.float64]:
     """The same system written pixel by pixel and solved without any structure."""

@@ -22,6 +22,8 @@ from xcal.explain.signal import (
     top_cells,
 )
 
+torch.set_num_threads(1)
+
 
 class TinyNet(nn.Module):
     cam_layer = "body"
