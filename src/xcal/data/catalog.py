@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
+from xcal.data.store import open_dataset
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
 
@@ -18,7 +19,8 @@ __all__ = ["RECORD_GROUPS", "ImageData", "Images", "load"]
 def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any) -> ImageData:
     """The data set called `name`, at `pixels` a side (None: the set's own default).
 
-    `smear` is drawn from `seed`. `package.module:name` is a function of your own: it is called
+    `smear` is drawn from `seed`. Another plain name is that of an imported set, which is what it
+    is, whatever the seed. `package.module:name` is a function of your own: it is called
     with `pixels`, `seed` and the options, and returns an `ImageData`. Which code runs is thus
     decided by who runs it; never pass a name that came over the network.
     """
@@ -26,7 +28,9 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
         return _call(smear, name, pixels, {"seed": seed, **options})
     if ":" in name:
         return _call(_find(name), name, pixels, {"seed": seed, **options})
-    raise UserError(f"There is no data set called {name!r}; known here: smear.")
+    if options:
+        raise UserError(f"The imported data set {name!r} has no option {next(iter(options))!r}.")
+    return open_dataset(name, pixels)
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -1,0 +1,109 @@
+"""NIH ChestX-ray14: images anywhere, `Data_Entry_2017.csv`, and lists that name the splits."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from xcal.data.decode import is_image_name
+from xcal.data.dicom import decode_file
+from xcal.data.files import BadFile, Files
+from xcal.data.listing import Listing, Record, Split, find_table, read_table
+from xcal.errors import UserError
+
+ANY_FINDING = "any-finding"
+_NONE = "No Finding"
+_LISTS: tuple[tuple[str, Split], ...] = (
+    ("train_list.txt", "train"),
+    ("train_val_list.txt", "train"),
+    ("val_list.txt", "validation"),
+    ("test_list.txt", "test"),
+)
+
+
+def is_chest_xray(files: Files) -> bool:
+    return find_table(files, "Data_Entry_2017") is not None
+
+
+def chest_xray(files: Files, task: str | None) -> Listing:
+    """`task`: any finding against none (default), or one named finding against the rest."""
+    table = find_table(files, "Data_Entry_2017")
+    if table is None:
+        raise UserError("The NIH layout needs Data_Entry_2017.csv beside the images.")
+    rows = read_table(files, table)
+    for column in ("Image Index", "Finding Labels", "Patient ID"):
+        if column not in rows[0]:
+            raise UserError(f"{table} has no column {column!r}.")
+    findings = {row["Image Index"]: set(row["Finding Labels"].split("|")) for row in rows}
+    known = sorted(set().union(*findings.values()) - {_NONE})
+    wanted, classes = _task(task, known)
+
+    images = {PurePosixPath(n).name: n for n in files.sizes if is_image_name(n)}
+    split_of = _splits(files)
+    records = []
+    absent = unlisted = 0
+    for row in rows:
+        name = row["Image Index"]
+        if name not in images:
+            absent += 1
+            continue
+        if split_of and name not in split_of:
+            unlisted += 1
+            continue
+        shown = findings[name] - {_NONE}
+        records.append(
+            Record(
+                id=images[name],
+                label=int(bool(shown) if wanted is None else wanted in shown),
+                group=row["Patient ID"],
+                split=split_of.get(name),
+            )
+        )
+    if not records:
+        raise UserError(f"None of the images that {table} names is there.")
+    notes = []
+    if absent:
+        notes.append(f"{absent:,} images that {table} names are not there and were left out.")
+    if unlisted:
+        notes.append(f"{unlisted:,} images are in no split list and were left out.")
+    return Listing(
+        kind="chest-xray14",
+        default_name="chest-xray14",
+        task=wanted or ANY_FINDING,
+        classes=classes,
+        group_name="patient",
+        licence="NIH public release, CC0",
+        records=tuple(records),
+        decode=lambda record, pixels: decode_file(files, record.id, pixels),
+        notes=tuple(notes),
+    )
+
+
+def _task(task: str | None, known: list[str]) -> tuple[str | None, tuple[str, str]]:
+    """The finding asked for (None: any) and the two classes."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "-").replace(" ", "-")
+
+    if task is None or plain(task) == ANY_FINDING:
+        return None, ("no finding", "finding")
+    for finding in known:
+        if plain(finding) == plain(task):
+            return finding, (f"no {finding.lower()}", finding.lower())
+    raise UserError(
+        f"task is {task!r}, but must be {ANY_FINDING} or one of the set's findings: "
+        f"{', '.join(plain(finding) for finding in known)}."
+    )
+
+
+def _splits(files: Files) -> dict[str, Split]:
+    """Split by file name, from the lists that are there; the narrower list wins."""
+    split_of: dict[str, Split] = {}
+    by_name = {PurePosixPath(n).name: n for n in files.sizes}
+    for list_name, split in _LISTS:
+        if list_name in by_name:
+            try:
+                text = files.read(by_name[list_name]).decode("utf-8", "replace")
+            except BadFile as error:
+                raise UserError(f"{list_name} {error}.") from error
+            split_of.update((line.strip(), split) for line in text.splitlines() if line.strip())
+    return split_of

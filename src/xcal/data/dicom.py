@@ -1,0 +1,112 @@
+"""DICOM files (extra `dicom`), and the one place where a file's ending picks its decoder."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from xcal.data.decode import (
+    MOST_PIXELS,
+    Square,
+    decode_image,
+    is_dicom_name,
+    squared,
+    to_eight_bits,
+)
+from xcal.data.files import BadFile, Files
+from xcal.errors import UserError
+
+
+def decode_file(files: Files, name: str, pixels: int) -> tuple[Square, tuple[int, int]]:
+    """Read and decode one image file of any kind; raises `BadFile`."""
+    data = files.read(name)
+    if is_dicom_name(name):
+        return decode_dicom(data, pixels)
+    return decode_image(data, name, pixels)
+
+
+def group_of_file(files: Files, name: str) -> str | None:
+    """The patient that the file itself names; None where its format knows no patients."""
+    if not is_dicom_name(name):
+        return None
+    try:
+        header = _read(files.read(name), header_only=True)
+    except BadFile:
+        return None  # decoding will say what is wrong with it
+    patient = str(header.get("PatientID", "") or "").strip()
+    return f"patient {patient}" if patient else None
+
+
+def decode_dicom(data: bytes, pixels: int) -> tuple[Square, tuple[int, int]]:
+    """The first frame as a reader of X-rays would see it, and its width and height.
+
+    Rescale slope and intercept, the file's own window (its first; without one, the image's own
+    range) and the photometric interpretation (MONOCHROME1 is shown inverted) are applied.
+    """
+    dataset = _read(data, header_only=False)
+    width, height = int(dataset.get("Columns", 0) or 0), int(dataset.get("Rows", 0) or 0)
+    if width * height > MOST_PIXELS:
+        raise BadFile(f"is too large ({width:,}×{height:,} pixels)")
+    if width * height == 0:
+        raise BadFile("holds no image")
+    try:
+        values: NDArray[Any] = np.asarray(dataset.pixel_array)
+    except Exception as error:  # pydicom raises almost anything on damaged or compressed data
+        raise BadFile(f"has pixels that cannot be decoded ({type(error).__name__})") from error
+    colours = int(dataset.get("SamplesPerPixel", 1) or 1)
+    if values.ndim == (4 if colours > 1 else 3):
+        values = values[0]
+    kind = str(dataset.get("PhotometricInterpretation", "MONOCHROME2"))
+    if colours > 1:
+        return squared(_colour(values, kind), pixels), (width, height)
+    slope = float(dataset.get("RescaleSlope", 1) or 1)
+    values = values.astype(np.float64) * slope + float(dataset.get("RescaleIntercept", 0) or 0)
+    low, high = _window(dataset)
+    grey = to_eight_bits(values, low, high)
+    if kind == "MONOCHROME1":
+        grey = 255 - grey
+    return squared(Image.fromarray(grey), pixels), (width, height)
+
+
+def _colour(values: NDArray[Any], kind: str) -> Image.Image:
+    if values.dtype != np.uint8 or values.shape[-1] != 3:
+        raise BadFile(f"has colours of a kind that is not read ({kind})")
+    if kind.startswith("YBR_FULL"):
+        channels = [Image.fromarray(np.ascontiguousarray(values[..., i])) for i in range(3)]
+        return Image.merge("YCbCr", channels).convert("RGB")
+    if kind != "RGB":
+        raise BadFile(f"has colours of a kind that is not read ({kind})")
+    return Image.fromarray(values)
+
+
+def _window(dataset: Any) -> tuple[float | None, float | None]:
+    """The first window's darkest and brightest value, by the DICOM standard's linear formula."""
+    centre, width = dataset.get("WindowCenter"), dataset.get("WindowWidth")
+    try:
+        centre = float(centre[0] if hasattr(centre, "__getitem__") else centre)
+        width = float(width[0] if hasattr(width, "__getitem__") else width)
+    except (TypeError, ValueError, IndexError):
+        return None, None
+    if not width > 1:
+        return None, None
+    return centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
+
+
+def _read(data: bytes, *, header_only: bool) -> Any:
+    try:
+        import pydicom
+        from pydicom.errors import InvalidDicomError
+    except ImportError as error:
+        raise UserError(
+            "Reading DICOM files needs the extra 'dicom': pip install 'xcal-fl[dicom]'."
+        ) from error
+    try:
+        return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=header_only)
+    except InvalidDicomError as error:
+        raise BadFile("is named as DICOM but holds something else") from error
+    except Exception as error:  # a damaged header can fail anywhere in pydicom
+        raise BadFile(f"has a broken DICOM header ({type(error).__name__})") from error

@@ -1,0 +1,146 @@
+"""Sets whose folders say what an image shows: Kaggle's blood cells, any class-per-folder set."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+from xcal.data.decode import is_image_name
+from xcal.data.dicom import decode_file, group_of_file
+from xcal.data.files import Files
+from xcal.data.images import RECORD_GROUPS
+from xcal.data.listing import Listing, Record, Split
+from xcal.errors import UserError
+
+_SPLIT_OF_FOLDER: dict[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+# …/TRAIN/EOSINOPHIL/_12_3456.jpeg: picture 12 of that split and class, one of its copies.
+_BLOOD_CELL = re.compile(
+    r"(?:.*/)?(?P<split>TRAIN|TEST|TEST_SIMPLE)/"
+    r"(?P<cell>EOSINOPHIL|LYMPHOCYTE|MONOCYTE|NEUTROPHIL)/_(?P<source>\d+)_\d+\.jpe?g"
+)
+
+
+def is_blood_cells(files: Files) -> bool:
+    return any(_BLOOD_CELL.fullmatch(name) for name in files.sizes)
+
+
+def blood_cells(files: Files) -> Listing:
+    """Kaggle "Blood Cell Images": copies of few pictures; the picture is the group.
+
+    TEST_SIMPLE holds originals that the other folders' copies were made from, so it is left out
+    altogether.
+    """
+    classes = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
+    records = []
+    left_out = 0
+    for name in files.sizes:
+        match = _BLOOD_CELL.fullmatch(name)
+        if match is None:
+            continue
+        if match["split"] == "TEST_SIMPLE":
+            left_out += 1
+            continue
+        cell = match["cell"].lower()
+        records.append(
+            Record(
+                id=name,
+                label=classes.index(cell),
+                group=f"{match['split']}/{cell}/{match['source']}",
+                split="train" if match["split"] == "TRAIN" else "test",
+            )
+        )
+    if not records:
+        raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
+    pictures = len({record.group for record in records})
+    notes = [f"{len(records):,} files are copies of {pictures} pictures: the picture is the group."]
+    if left_out:
+        notes.append(f"TEST_SIMPLE ({left_out} files) is not used.")
+    return Listing(
+        kind="blood-cells",
+        default_name="blood-cells",
+        task="cell",
+        classes=classes,
+        group_name="picture",
+        licence="MIT (Kaggle, Blood Cell Images)",
+        records=tuple(records),
+        decode=lambda record, pixels: decode_file(files, record.id, pixels),
+        notes=tuple(notes),
+    )
+
+
+def class_folders(files: Files, name: str) -> Listing:
+    """Any set with one folder per class, with or without split folders above them.
+
+    What all paths have in common is ignored. Below that, a folder named train, val or test (in
+    any of the usual spellings) is a split; the first other folder is the class.
+    """
+    images = [n for n in files.sizes if is_image_name(n)]
+    if not images:
+        raise UserError("No image was found; PNG, JPEG, BMP, GIF, TIFF, WebP and DICOM are read.")
+    placed = _without_common(images)
+    found: list[tuple[str, str, Split | None]] = []
+    stray = []
+    for image, parts in zip(images, placed, strict=True):
+        folders = list(parts[:-1])
+        split: Split | None = None
+        if folders and folders[0].lower() in _SPLIT_OF_FOLDER:
+            split = _SPLIT_OF_FOLDER[folders.pop(0).lower()]
+        if not folders:
+            stray.append(image)
+        else:
+            found.append((image, folders[0], split))
+    if stray:
+        raise UserError(
+            f"{len(stray)} of {len(images)} images ({stray[0]} is the first) lie in no class "
+            "folder; put every image into a folder named by its class, or give a CSV with the "
+            "columns path and label."
+        )
+    classes = tuple(sorted({cls for _, cls, _ in found}))
+    if len(classes) < 2:
+        raise UserError(
+            f"All images lie in one class folder ({classes[0]}); at least two classes are needed."
+        )
+    if len({split is None for _, _, split in found}) == 2:
+        raise UserError("Some images lie in train or test folders and some in none.")
+    numbers = {cls: i for i, cls in enumerate(classes)}
+    group_of = {image: group_of_file(files, image) for image, _, _ in found}
+    by_patient = any(group is not None for group in group_of.values())
+    records = tuple(
+        Record(image, numbers[cls], group_of[image] or f"file {image}", split)
+        for image, cls, split in found
+    )
+    others = len(files.sizes) - len(images)
+    return Listing(
+        kind="folders",
+        default_name=name,
+        task="folder",
+        classes=classes,
+        group_name="patient" if by_patient else RECORD_GROUPS,
+        licence="unknown",
+        records=records,
+        decode=lambda record, pixels: decode_file(files, record.id, pixels),
+        notes=(f"{others} files that are no images were left aside.",) if others else (),
+    )
+
+
+def _without_common(names: list[str]) -> list[tuple[str, ...]]:
+    """The parts of every name below the folder that all of them share.
+
+    Where all lie in one and the same folder its last part is kept: it is their class.
+    """
+    parts = [PurePosixPath(name).parts for name in names]
+    # The first and the last in order differ as early as any two do.
+    first, last = min(p[:-1] for p in parts), max(p[:-1] for p in parts)
+    shared = 0
+    while shared < len(first) - 1 and shared < len(last) and first[shared] == last[shared]:
+        shared += 1
+    return [p[shared:] for p in parts]

@@ -1,0 +1,269 @@
+"""`xcal data import`: recognise what was downloaded, decode it once, keep it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.data import store
+from xcal.data.chestxray import chest_xray, is_chest_xray
+from xcal.data.decode import strict_pillow
+from xcal.data.files import BadFile, Files, FolderFiles, open_files
+from xcal.data.folders import blood_cells, class_folders, is_blood_cells
+from xcal.data.isic import is_isic, isic
+from xcal.data.listing import SPLITS, Listing, Record, assign_splits
+from xcal.data.medmnist import medmnist
+from xcal.data.store import DatasetInfo, SplitCounts
+from xcal.data.table import find_labelled_table, labelled_table
+from xcal.errors import UserError
+
+Kind = Literal["auto", "blood-cells", "chest-xray14", "isic", "medmnist", "csv", "folders"]
+Progress = Callable[[int, int], None]
+"""Called with the number of images done and the number of all images."""
+
+_SHOWN = 20
+
+
+class BadFilesError(UserError):
+    """Files that cannot be used; `files` holds all of them, the text the first ones."""
+
+    def __init__(self, files: Sequence[tuple[str, str]]) -> None:
+        self.files = tuple(files)
+        lines = [f"  {name} {reason}" for name, reason in self.files[:_SHOWN]]
+        if len(self.files) > _SHOWN:
+            lines.append(f"  … and {len(self.files) - _SHOWN} more")
+        count = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
+        super().__init__(
+            f"{count} cannot be used; mend or remove them, or import with --skip-bad:\n"
+            + "\n".join(lines)
+        )
+
+
+@dataclass(frozen=True)
+class ImportSummary:
+    """What came of an import."""
+
+    info: DatasetInfo
+    already_there: bool
+    """The same content was imported before in the same way; nothing had to be decoded."""
+
+
+def import_dataset(
+    path: str | Path,
+    name: str | None = None,
+    kind: Kind = "auto",
+    pixels: int = 128,
+    task: str | None = None,
+    skip_bad: bool = False,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> ImportSummary:
+    """Read the data set at `path` and keep it as `name` at `pixels` a side.
+
+    After it returns, `load(name)` opens the set. If it raises or the process dies, nothing has
+    changed: a set that was there before still is, and half a set is never taken for a whole one.
+    Files that cannot be used end it with a `BadFilesError` that names them all, or are left out
+    with `skip_bad`. Another set of the same name and size is kept unless `replace`.
+    """
+    path = Path(path)
+    if not 8 <= pixels <= 1024:
+        raise UserError(f"pixels is {pixels}, but must lie between 8 and 1024.")
+    if kind not in get_args(Kind):
+        raise UserError(f"kind is {kind!r}, but must be one of {', '.join(get_args(Kind))}.")
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a folder, a zip, a CSV or an .npz file.")
+    files: Files | None = None
+    if path.suffix.lower() != ".npz":
+        files = FolderFiles(path.parent) if _is_table(path) else open_files(path)
+    try:
+        listing = recognise(path, files, kind, task)
+        name = store.check_name(name or listing.default_name)
+        key = _key(path, files, listing, pixels, skip_bad)
+        with store.exclusive(name):
+            before = _standing(name, pixels)
+            if before is not None and before.key == key:
+                return ImportSummary(before, already_there=True)
+            if before is not None and not replace:
+                raise UserError(
+                    f"{name!r} at {pixels} pixels already holds other images (from "
+                    f"{before.source}); choose another --name, or --replace it."
+                )
+            return ImportSummary(
+                _decode_all(path, listing, name, pixels, key, skip_bad, progress),
+                already_there=False,
+            )
+    finally:
+        if files is not None:
+            files.close()
+
+
+def recognise(path: Path, files: Files | None, kind: Kind, task: str | None) -> Listing:
+    """Find out which layout it is (`auto`), and read all but the images."""
+    plain_name = _plain(path.stem if path.is_file() else path.resolve().name)
+    if files is None:
+        if kind not in ("auto", "medmnist"):
+            raise UserError(f"{path} is an .npz file, which kind {kind!r} does not read.")
+        return medmnist(path, task)
+    if kind == "medmnist":
+        raise UserError(f"{path} is not an .npz file, which kind 'medmnist' reads.")
+    if kind == "chest-xray14" or (kind == "auto" and is_chest_xray(files)):
+        return chest_xray(files, task)
+    if kind == "isic" or (kind == "auto" and not _is_table(path) and is_isic(files)):
+        return isic(files, task)
+    if task is not None:
+        raise UserError(f"This data set knows no task {task!r}; leave --task out.")
+    if kind == "blood-cells" or (kind == "auto" and is_blood_cells(files)):
+        return blood_cells(files)
+    if kind in ("auto", "csv"):
+        table = path.name if _is_table(path) else find_labelled_table(files)
+        if table is not None:
+            return labelled_table(files, table, plain_name)
+        if kind == "csv":
+            raise UserError(f"{path} holds no CSV with the columns path and label.")
+    return class_folders(files, plain_name)
+
+
+def _is_table(path: Path) -> bool:
+    return path.is_file() and path.suffix.lower() in (".csv", ".tsv")
+
+
+def _plain(text: str) -> str:
+    kept = "".join(c if c.isalnum() and c.isascii() else "-" for c in text.lower()).strip("-")
+    return kept or "images"
+
+
+def _key(path: Path, files: Files | None, listing: Listing, pixels: int, skip_bad: bool) -> str:
+    """Hash of the content and of all that decides what is made of it."""
+    if files is None:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    else:
+        content = files.fingerprint()
+    how = (store.FORMAT, listing.kind, listing.task, pixels, skip_bad, content)
+    return hashlib.sha256(repr(how).encode()).hexdigest()
+
+
+def _standing(name: str, pixels: int) -> DatasetInfo | None:
+    """The set that already has this name and size, if it is whole."""
+    if pixels not in store.sizes_of(name):
+        return None
+    try:
+        store.open_dataset(name, pixels)
+        return store.read_info(name, pixels)
+    except UserError:
+        return None  # damaged or of another version: to be made anew
+
+
+def _decode_all(
+    path: Path,
+    listing: Listing,
+    name: str,
+    pixels: int,
+    key: str,
+    skip_bad: bool,
+    progress: Progress | None,
+) -> DatasetInfo:
+    notes = list(listing.notes)
+    records = assign_splits(listing.records, len(listing.classes), notes)
+    bad = list(listing.missing)
+    sizes: Counter[tuple[int, int]] = Counter()
+    done = 0
+    number_of = {group: i for i, group in enumerate(sorted({r.group for r in records}))}
+    counts: dict[str, SplitCounts] = {}
+    with store.fresh_folder(name, pixels) as folder, strict_pillow():
+        for split in SPLITS:
+            kept = []
+            with (folder / f"{split}.pixels.u8").open("wb") as out:
+                chosen = [r for r in records if r.split == split]
+                for record, result in _decoded(listing, chosen, pixels):
+                    if isinstance(result, BadFile):
+                        bad.append((record.id, str(result)))
+                    else:
+                        image, size = result
+                        out.write(np.ascontiguousarray(image).data)
+                        sizes[size] += 1
+                        kept.append(record)
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(records))
+            counts[split] = _write_split(folder, split, kept, number_of, len(listing.classes))
+        if bad and not skip_bad:
+            raise BadFilesError(bad)
+        if counts["train"].images == 0:
+            raise UserError("No image is left to train on.")
+        info = DatasetInfo(
+            name=name,
+            pixels=pixels,
+            kind=listing.kind,
+            task=listing.task,
+            classes=listing.classes,
+            group_name=listing.group_name,
+            licence=listing.licence,
+            splits=counts,
+            original_sizes=tuple((f"{w}×{h}", n) for (w, h), n in sizes.most_common(10)),
+            skipped=tuple(bad),
+            notes=tuple(notes),
+            source=str(path.resolve()),
+            key=key,
+            files=store.checksums(folder),
+        )
+        store.commit(folder, info)
+    return info
+
+
+def _decoded(
+    listing: Listing, records: list[Record], pixels: int
+) -> Iterator[tuple[Record, tuple[NDArray[np.uint8], tuple[int, int]] | BadFile]]:
+    """Every record with its image or with what is wrong with it, in order, on all cores.
+
+    Threads suffice: decoding and resizing run outside the interpreter's lock. Only a bounded
+    number of images is in flight, whatever the size of the set.
+    """
+
+    def one(record: Record) -> tuple[NDArray[np.uint8], tuple[int, int]] | BadFile:
+        try:
+            return listing.decode(record, pixels)
+        except BadFile as error:
+            return error
+
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+    waiting: deque[tuple[Record, Future[tuple[NDArray[np.uint8], tuple[int, int]] | BadFile]]] = (
+        deque()
+    )
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for record in records:
+                waiting.append((record, pool.submit(one, record)))
+                if len(waiting) >= 64 * workers:
+                    first, result = waiting.popleft()
+                    yield first, result.result()
+            while waiting:
+                first, result = waiting.popleft()
+                yield first, result.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write_split(
+    folder: Path, split: str, records: list[Record], number_of: dict[str, int], n_classes: int
+) -> SplitCounts:
+    labels = np.array([r.label for r in records], np.int64)
+    groups = np.array([number_of[r.group] for r in records], np.int64)
+    ids = np.array([r.id for r in records], dtype=np.str_)
+    store.write_arrays(folder, split, labels, groups, ids)
+    per_group = np.unique(groups, return_counts=True)[1]
+    return SplitCounts(
+        images=len(records),
+        groups=len(per_group),
+        largest_group=int(per_group.max(initial=0)),
+        per_class=tuple(np.bincount(labels, minlength=n_classes).tolist()),
+    )

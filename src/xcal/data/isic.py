@@ -1,0 +1,96 @@
+"""HAM10000 and ISIC dermoscopy: a metadata CSV beside the images; the lesion is the group."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from xcal.data.decode import is_image_name
+from xcal.data.dicom import decode_file
+from xcal.data.files import Files
+from xcal.data.listing import Listing, Record, find_table, read_table
+from xcal.errors import UserError
+
+_TABLES = ("HAM10000_metadata", "ISIC", "metadata")
+_IMAGE = ("image_id", "isic_id", "image_name", "image")
+_DIAGNOSIS = ("dx", "diagnosis", "diagnosis_1", "benign_malignant")
+_GROUP = (("lesion_id", "lesion"), ("patient_id", "patient"))
+
+# Actinic keratoses and Bowen's disease, basal cell carcinoma, melanoma, squamous cell carcinoma.
+_MALIGNANT = {
+    "akiec",
+    "bcc",
+    "mel",
+    "scc",
+    "malignant",
+    "melanoma",
+    "basal cell carcinoma",
+    "squamous cell carcinoma",
+}
+_UNKNOWN = {"", "unk", "unknown", "indeterminate"}
+
+
+def is_isic(files: Files) -> bool:
+    table = find_table(files, *_TABLES)
+    if table is None:
+        return False
+    columns = set(read_table(files, table)[0])
+    return bool(columns.intersection(_IMAGE)) and bool(columns.intersection(_DIAGNOSIS))
+
+
+def isic(files: Files, task: str | None) -> Listing:
+    """Malignant against benign (default), or `task="diagnosis"`: every diagnosis a class."""
+    if task not in (None, "malignant", "diagnosis"):
+        raise UserError(f"task is {task!r}, but must be malignant or diagnosis.")
+    table = find_table(files, *_TABLES)
+    if table is None:
+        raise UserError("The HAM10000 / ISIC layout needs its metadata CSV beside the images.")
+    rows = read_table(files, table)
+    columns = rows[0]
+    image_column = next((c for c in _IMAGE if c in columns), None)
+    diagnosis_column = next((c for c in _DIAGNOSIS if c in columns), None)
+    if image_column is None or diagnosis_column is None:
+        raise UserError(f"{table} needs a column for the image and one for the diagnosis.")
+    group_column, group_name = next(
+        ((c, name) for c, name in _GROUP if c in columns), (None, "record")
+    )
+    by_diagnosis = task == "diagnosis"
+    rows_with = [row for row in rows if row[diagnosis_column].lower() not in _UNKNOWN]
+    diagnoses = sorted({row[diagnosis_column].lower() for row in rows_with})
+    classes = tuple(diagnoses) if by_diagnosis else ("benign", "malignant")
+    images = {PurePosixPath(n).stem: n for n in files.sizes if is_image_name(n)}
+    records = []
+    absent = 0
+    for row in rows_with:
+        image = images.get(PurePosixPath(row[image_column]).stem)
+        if image is None:
+            absent += 1
+            continue
+        diagnosis = row[diagnosis_column].lower()
+        own = row.get(group_column, "") if group_column else ""
+        records.append(
+            Record(
+                id=image,
+                label=diagnoses.index(diagnosis) if by_diagnosis else int(diagnosis in _MALIGNANT),
+                group=f"{group_name} {own}" if own else f"file {image}",
+                split=None,
+            )
+        )
+    if not records:
+        raise UserError(f"None of the images that {table} names is there.")
+    notes = []
+    if absent:
+        notes.append(f"{absent:,} images that {table} names are not there and were left out.")
+    if len(rows_with) < len(rows):
+        notes.append(f"{len(rows) - len(rows_with):,} rows without a diagnosis were left out.")
+    is_ham = "ham10000" in table.lower()
+    return Listing(
+        kind="isic",
+        default_name="ham10000" if is_ham else "isic",
+        task="diagnosis" if by_diagnosis else "malignant",
+        classes=classes,
+        group_name=group_name,
+        licence="CC BY-NC 4.0 (HAM10000)" if is_ham else "unknown (ISIC archive)",
+        records=tuple(records),
+        decode=lambda record, pixels: decode_file(files, record.id, pixels),
+        notes=tuple(notes),
+    )

@@ -1,0 +1,249 @@
+"""Imported data sets on disk: decoded once, memory-mapped ever after.
+
+One folder a set and size, `XCAL_HOME/data/NAME/PIXELSpx/`. It is written elsewhere and renamed
+into place when whole, so what stands under its name is never half a set; checksums find what
+was damaged later. Group ids are stored as numbers: whose images they are stays in the source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.data.images import ImageData, Images
+from xcal.data.listing import SPLITS
+from xcal.errors import UserError
+
+FORMAT = 1
+"""Raised whenever decoding or the layout on disk changes, so that old caches are made anew."""
+
+_ABOUT = "about.json"
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    images: int
+    groups: int
+    largest_group: int
+    per_class: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What is known of an imported set without opening its images."""
+
+    name: str
+    pixels: int
+    kind: str
+    task: str
+    classes: tuple[str, ...]
+    group_name: str
+    licence: str
+    splits: dict[str, SplitCounts]
+    original_sizes: tuple[tuple[str, int], ...]
+    """Width×height of the source images, commonest first, with how many there were."""
+    skipped: tuple[tuple[str, str], ...]
+    """Files that could not be used, with the reason."""
+    notes: tuple[str, ...]
+    source: str
+    key: str
+    """Hash of the source's content and of how it was read."""
+    files: dict[str, dict[str, Any]] = field(repr=False)
+    """Bytes and SHA-256 of every array file."""
+    format: int = FORMAT
+
+
+def home() -> Path:
+    """Where xcal keeps what it made: `XCAL_HOME`, by default a folder by the XDG rules."""
+    if given := os.environ.get("XCAL_HOME"):
+        return Path(given).expanduser()
+    if given := os.environ.get("XDG_DATA_HOME"):
+        return Path(given) / "xcal"
+    return Path.home() / ".local" / "share" / "xcal"
+
+
+def check_name(name: str) -> str:
+    """The name, if it can be a folder's and a configuration's; else a `UserError`."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) or name == "smear":
+        raise UserError(
+            f"{name!r} cannot name a data set: use letters, digits, dots, dashes and underscores, "
+            "and not 'smear'."
+        )
+    return name
+
+
+def folder_of(name: str, pixels: int) -> Path:
+    return home() / "data" / check_name(name) / f"{pixels}px"
+
+
+@contextlib.contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """Hold the set's lock: two imports of one name do not meet."""
+    root = home() / "data"
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f".{check_name(name)}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"Another import of {name!r} is under way; wait for it.") from error
+        yield
+
+
+@contextlib.contextmanager
+def fresh_folder(name: str, pixels: int) -> Iterator[Path]:
+    """An empty folder to write a set into; only a `commit` puts it in its place.
+
+    What an interrupted import left behind is removed first, so an import always starts clean.
+    """
+    place = home() / "data" / f".{name}.{pixels}px.partial"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def commit(partial: Path, info: DatasetInfo) -> None:
+    """Write the description, sync everything, and rename the folder into its place."""
+    about = partial / _ABOUT
+    about.write_text(json.dumps(asdict(info), indent=1, ensure_ascii=False), encoding="utf-8")
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    target = folder_of(info.name, info.pixels)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        # A folder cannot be replaced in one move: set the old one aside, then let it go.
+        aside = target.parent / f".{target.name}.old"
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        partial.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        partial.rename(target)
+
+
+def write_arrays(
+    folder: Path,
+    split: str,
+    labels: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    ids: NDArray[np.str_],
+) -> None:
+    for name, array in (("labels", labels), ("groups", groups), ("ids", ids)):
+        np.save(folder / f"{split}.{name}.npy", array, allow_pickle=False)
+
+
+def checksums(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+        if path.name != _ABOUT
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sizes_of(name: str) -> list[int]:
+    """The sizes at which a set was imported, ascending."""
+    folder = home() / "data" / name
+    found = [re.fullmatch(r"(\d+)px", p.name) for p in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in found if match)
+
+
+def list_datasets() -> tuple[DatasetInfo, ...]:
+    """All imported sets at all their sizes; damaged ones are left out."""
+    root = home() / "data"
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        if folder.is_dir() and not folder.name.startswith("."):
+            for pixels in sizes_of(folder.name):
+                with contextlib.suppress(UserError):
+                    found.append(read_info(folder.name, pixels))
+    return tuple(found)
+
+
+def read_info(name: str, pixels: int | None = None) -> DatasetInfo:
+    """The description of an imported set; of several sizes the largest, unless one is named."""
+    check_name(name)
+    sizes = sizes_of(name)
+    if not sizes:
+        raise UserError(
+            f"There is no data set called {name!r}; known here: "
+            f"{', '.join(['smear', *known_names()])}."
+        )
+    if pixels is not None and pixels not in sizes:
+        raise UserError(
+            f"The data set {name!r} was imported at {', '.join(map(str, sizes))} pixels, not "
+            f"{pixels}; import it again with --name {name} --pixels {pixels}."
+        )
+    folder = folder_of(name, sizes[-1] if pixels is None else pixels)
+    try:
+        raw = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise UserError(f"The data set {name!r} was made by another version; import it again.")
+        raw["splits"] = {
+            split: SplitCounts(**{**counts, "per_class": tuple(counts["per_class"])})
+            for split, counts in raw["splits"].items()
+        }
+        for key in ("classes", "notes"):
+            raw[key] = tuple(raw[key])
+        for key in ("original_sizes", "skipped"):
+            raw[key] = tuple((a, b) for a, b in raw[key])
+        return DatasetInfo(**raw)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(name, _ABOUT) from error
+
+
+def known_names() -> list[str]:
+    root = home() / "data"
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    return [p.name for p in folders if not p.name.startswith(".") and sizes_of(p.name)]
+
+
+def open_dataset(name: str, pixels: int | None = None) -> ImageData:
+    """The set with its images memory-mapped, after every file was checked against its checksum."""
+    info = read_info(name, pixels)
+    folder = folder_of(name, info.pixels)
+    for file, expected in info.files.items():
+        path = folder / file
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+            raise _damaged(name, file)
+        if _sha256(path) != expected["sha256"]:
+            raise _damaged(name, file)
+    train, validation, test = (_open_split(folder, split, info.pixels) for split in SPLITS)
+    return ImageData(name, info.classes, info.group_name, info.licence, train, validation, test)
+
+
+def _open_split(folder: Path, split: str, pixels: int) -> Images:
+    labels, groups, ids = (
+        np.load(folder / f"{split}.{name}.npy", allow_pickle=False)
+        for name in ("labels", "groups", "ids")
+    )
+    shape = (len(labels), pixels, pixels, 3)
+    images: NDArray[np.uint8]
+    if len(labels):
+        images = np.memmap(folder / f"{split}.pixels.u8", np.uint8, "r", shape=shape)
+    else:
+        images = np.empty(shape, np.uint8)
+    return Images(images, labels, groups, ids)
+
+
+def _damaged(name: str, file: str) -> UserError:
+    return UserError(f"The data set {name!r} is damaged ({file}); import it again.")
