@@ -66,7 +66,7 @@ def _conv(
         groups=groups,
         bias=False,
     )
-    tail = [nn.SiLU(inplace=True)] if activation else []
+    tail = [nn.SiLU()] if activation else []
     return nn.Sequential(convolution, norm(outputs), *tail)
 
 
@@ -80,7 +80,7 @@ class SqueezeExcitation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         means = x.mean((2, 3), keepdim=True)
-        gate = torch.sigmoid(self.fc2(nn.functional.silu(self.fc1(means), inplace=True)))
+        gate = torch.sigmoid(self.fc2(nn.functional.silu(self.fc1(means))))
         return gate * x
 
 
@@ -113,7 +113,7 @@ class InvertedBottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.block(x)
-        return y.add_(x) if self.shortcut else y
+        return y + x if self.shortcut else y
 
 
 class EfficientNetB0(nn.Module):

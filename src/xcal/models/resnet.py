@@ -43,9 +43,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        y = torch.relu_(self.bn1(self.conv1(x)))
+        y = torch.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return torch.relu_(y.add_(shortcut))
+        return torch.relu(y + shortcut)
 
 
 class ResNet18(nn.Module):
@@ -72,7 +72,7 @@ class ResNet18(nn.Module):
         self.fc = nn.Linear(512, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.maxpool(torch.relu_(self.bn1(self.conv1(images))))
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: Tensor = self.fc(self.avgpool(x).flatten(1))
         return logits

@@ -255,6 +255,8 @@ def _checked_batch(
     declared = highest if n_units is None else n_units
     if highest > declared or (count and int(units.min()) < 0):
         raise UserError(f"unit numbers must lie in 0 ... n_units - 1 = {declared - 1}")
+    if declared == count and torch.equal(units, torch.arange(count, device=units.device)):
+        return _Batch(images, labels, images.new_ones(count), Units(count))
     sizes = torch.bincount(units, minlength=declared)
     return _Batch(images, labels, 1 / sizes.to(images.dtype)[units], Units(declared, units))
 
