@@ -45,7 +45,8 @@ def clipped_sum(bench: Bench, batch: Batch, capture: str | None = None) -> Clipp
 
 def release_gradient(bench: Bench, step: int, sums: dict[str, Tensor], sigma: float) -> None:
     """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser."""
-    noisy = release_tensors(sums, sigma * bench.clip, bench.noise, bench.key(step, "gradient"))
+    scale = sigma * bench.clip if sigma > 0 else 0.0  # σ = 0 with C = ∞ is plain SGD, not NaN
+    noisy = release_tensors(sums, scale, bench.noise, bench.key(step, "gradient"))
     bench.optimiser.step({name: value / bench.batch for name, value in noisy.items()})
 
 

@@ -23,6 +23,7 @@ from xcal.privacy.accounting import (
     CostTable,
     best_epsilon,
     budget_at,
+    cost_matrix,
     cost_profile,
     joint_sigma,
 )
@@ -266,7 +267,7 @@ def band_of(plan: Plan, orders: tuple[float, ...]) -> Band:
         sigmas,
         joint,
         CostTable.build(plan.sample_rate, plan.order, joint).costs,
-        np.stack([cost_profile(plan.sample_rate, float(s), orders) for s in sigmas]),
+        cost_matrix(plan.sample_rate, sigmas, orders),
     )
 
 

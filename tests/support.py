@@ -1,0 +1,113 @@
+"""Small things that tests share: a data set and a network that train in a second."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xcal.data.images import ImageData, Images
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+
+def _images(rng: np.random.Generator, count: int, pixels: int, split: str, first: int) -> Images:
+    labels = np.arange(count, dtype=np.int64) % 3
+    pictures = rng.integers(90, 110, (count, pixels, pixels, 3), dtype=np.uint8)
+    for i, label in enumerate(labels):  # a bright square whose place tells the class
+        x = 2 + int(label) * (pixels - 6) // 3
+        pictures[i, 3:8, x : x + 5] = 230
+    return Images(
+        pixels=pictures,
+        labels=labels,
+        groups=first + np.arange(count, dtype=np.int64) // 3,
+        ids=np.array([f"secret-{split}-{i}" for i in range(count)]),
+    )
+
+
+def tiny(*, pixels: int = 16, seed: int = 0, train: int = 150) -> ImageData:
+    """Three classes, 16 pixels, groups of three images; learnt in a few steps."""
+    rng = np.random.default_rng(seed)
+    return ImageData(
+        name="tiny",
+        classes=("left", "middle", "right"),
+        group_name="patient",
+        licence="none",
+        train=_images(rng, train, pixels, "train", 0),
+        validation=_images(rng, 30, pixels, "validation", 10_000),
+        test=_images(rng, 45, pixels, "test", 20_000),
+    )
+
+
+class Micro(nn.Module):
+    cam_layer = "act"
+    head_layer: str | None = "head"
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.act = nn.ReLU()
+        self.head = nn.Linear(8 * 1, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.act(self.norm(self.conv(images)))
+        return self.head(features.mean(dim=(2, 3)))
+
+
+def micro(classes: int, *, seed: int | None = None) -> nn.Module:
+    """Some 300 parameters; initialised without touching the global generator."""
+    model = Micro(classes)
+    generator = torch.Generator().manual_seed(seed or 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith("norm"):
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+TINY: dict[str, Any] = {
+    "data": "support:tiny",
+    "network": "support:micro",
+    "pixels": 16,
+    "clients": 3,
+    "rounds": 3,
+    "batch": 10,
+    "epsilon": 8.0,
+    "delta": 1e-3,
+    "lr": 0.5,
+    "threads": 1,
+}
+
+
+def sets(**changes: Any) -> list[str]:
+    """TINY with changes, as --set arguments."""
+    words = []
+    for key, value in {**TINY, **changes}.items():
+        words += ["--set", f"{key}={value}"]
+    return words
+
+
+def xcal_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a real process."""
+    return subprocess.run(
+        [sys.executable, "-m", "xcal", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=xcal_environment(),
+        **options,
+    )
+
+
+def xcal_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
