@@ -88,6 +88,16 @@ def test_predicted_class_is_the_default() -> None:
     assert torch.equal(gradcam_maps(model, images), gradcam_maps(model, images, predicted))
 
 
+@pytest.mark.parametrize("kind", [PooledNet, FlatNet])
+def test_batches_change_nothing(kind: type[PooledNet]) -> None:
+    model, images, classes = build(kind), some_images(), torch.tensor([0, 1, 2, 1, 0])
+    whole = gradcam_maps(model, images, classes)
+    torch.testing.assert_close(gradcam_maps(model, images, classes, batch_size=2), whole)
+    torch.testing.assert_close(
+        gradcam_maps(model, images, batch_size=2), gradcam_maps(model, images)
+    )
+
+
 def test_hirescam_weighs_cells_one_by_one() -> None:
     model, images = build(FlatNet), some_images()
     features = model.body(images).detach().requires_grad_(True)
@@ -168,6 +178,7 @@ def test_an_empty_batch_has_no_maps() -> None:
     features = torch.zeros(0, 6, 4, 4)
     none = torch.zeros(0, dtype=torch.long)
     assert closed_form_maps(features, torch.ones(3, 6), none).shape == (0, 4, 4)
+    assert gradcam_maps(build(PooledNet), some_images()[:0]).shape == (0, 4, 4)
 
 
 def test_wrong_layers_are_refused_in_one_sentence() -> None:

@@ -49,31 +49,30 @@ def gradcam_maps(
     classes: Tensor | None = None,
     *,
     method: MapMethod = "gradcam",
+    batch_size: int = 64,
 ) -> Tensor:
     """Maps (N, H, W), non-negative, of `classes` (N,), by default of the predicted ones.
 
-    Computed in evaluation mode, in closed form where the network allows it. The model comes back
-    as it was: each module's mode, gradients, hooks, and the random state.
+    Computed in evaluation mode, `batch_size` images at a time, in closed form where the network
+    allows it. The model comes back as it was: each module's mode, gradients, hooks, and the
+    random state.
     """
     if method not in get_args(MapMethod):
         known = ", ".join(get_args(MapMethod))
         raise UserError(f"There is no explanation map called {method!r}: choose one of {known}.")
     head_weight = head_weight_of(model)
+    maps = []
     with undisturbed(model), torch.inference_mode(False):
-        # A tensor born in inference mode cannot take part in autograd; a copy can.
-        images = images.clone() if images.is_inference() else images.detach()
-        if head_weight is None:
-            return _maps_by_autograd(model, images, classes, method)
-        with torch.no_grad():
-            logits, features = forward_with_features(model, images)
-            if classes is None:
-                classes = logits.argmax(dim=1)
-            if method != "gradcam++":
-                # The gradient is the same in every cell, so HiResCAM and Grad-CAM coincide.
-                return closed_form_maps(features, head_weight, classes)
-            cells = features.shape[2] * features.shape[3]
-            gradients = (head_weight[classes] / cells)[:, :, None, None].expand_as(features)
-            return _maps_from_gradients(features, gradients, method)
+        for start in range(0, max(len(images), 1), batch_size):
+            part = images[start : start + batch_size]
+            chosen = None if classes is None else classes[start : start + batch_size]
+            # A tensor born in inference mode cannot take part in autograd; a copy can.
+            part = part.clone() if part.is_inference() else part.detach()
+            if head_weight is None:
+                maps.append(_maps_by_autograd(model, part, chosen, method))
+            else:
+                maps.append(_maps_in_closed_form(model, part, chosen, method, head_weight))
+    return torch.cat(maps)
 
 
 def enlarge_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
@@ -99,6 +98,25 @@ def head_weight_of(model: nn.Module) -> Tensor | None:
             "global average pooling, or set head_layer to None."
         )
     return head.weight.detach()
+
+
+def _maps_in_closed_form(
+    model: nn.Module,
+    images: Tensor,
+    classes: Tensor | None,
+    method: MapMethod,
+    head_weight: Tensor,
+) -> Tensor:
+    with torch.no_grad():
+        logits, features = forward_with_features(model, images)
+        if classes is None:
+            classes = logits.argmax(dim=1)
+        if method != "gradcam++":
+            # The gradient is the same in every cell, so HiResCAM and Grad-CAM coincide.
+            return closed_form_maps(features, head_weight, classes)
+        cells = features.shape[2] * features.shape[3]
+        gradients = (head_weight[classes] / cells)[:, :, None, None].expand_as(features)
+        return _maps_from_gradients(features, gradients, method)
 
 
 def _maps_by_autograd(
