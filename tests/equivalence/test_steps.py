@@ -1,0 +1,169 @@
+"""Without noise and clipping a private step is a plain one; odd units change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support import micro, tiny
+from xcal.config import make_experiment
+from xcal.data.images import Images
+from xcal.explain.signal import SignalSettings
+from xcal.methods.registry import plan_for
+from xcal.privacy import ledger
+from xcal.privacy.account import Account
+from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger import Ledger
+from xcal.privacy.ledger_rows import RunTerms, Terms
+from xcal.privacy.noise import NoiseKey, NoiseSource, SeededNoise
+from xcal.training import xcal as steps_with_signal
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import Batch, Bench, LocalData, Optimiser, digest_tensors
+from xcal.training.steps import clipped_sum, dp_step, release_gradient, sgd_step
+
+
+class Fixed(LocalData):
+    """Always draws the batch it was given."""
+
+    def __init__(self, images: Images, batch: Batch) -> None:
+        super().__init__(images, unit="record", images_per_unit=1)
+        self.batch = batch
+
+    def draw(self, rate: float, noise: NoiseSource, key: NoiseKey) -> Batch:
+        return self.batch
+
+
+def bench_with(
+    data: LocalData, *, clip: float = 1.0, account: Account | None = None, kind: str = "sgd"
+) -> Bench:
+    model = micro(3, seed=1)
+    return Bench(
+        client="0",
+        method="test",
+        round=0,
+        first_step=0,
+        model=model,
+        engine=ClippingEngine(model),
+        data=data,
+        noise=SeededNoise(3),
+        account=account,
+        optimiser=Optimiser(model, kind, 0.1, 0.9),
+        batch=20,
+        clip=clip,
+        data_digest="x",
+    )
+
+
+@pytest.mark.parametrize("unit", ["record", "group"])
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+def test_no_noise_and_no_clipping_is_plain_sgd(unit: str, kind: str) -> None:
+    def fresh() -> Bench:
+        data = LocalData(tiny().train, unit=unit, images_per_unit=2)
+        return bench_with(data, clip=float("inf"), kind=kind)
+
+    plain, private = fresh(), fresh()
+    for step in range(4):
+        sgd_step(plain, step)
+        sums = clipped_sum(private, private.draw(step))
+        release_gradient(private, step, sums.gradients, 0.0)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(private.model.state_dict()[name], value, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture
+def account(tmp_path: Path) -> Any:
+    plan = plan_for(
+        make_experiment({"method": "xcal", "epsilon": 8.0, "delta": 1e-3, "batch": 20}), 150
+    )
+    path = tmp_path / "ledger.sqlite"
+    ledger.create(path, Terms("p", "record", 8.0, 1e-3))
+    terms = RunTerms("r", "xcal", "record", 8.0, 1e-3, plan.order, plan.budget, plan.steps)
+    with Ledger(path) as book:
+        yield plan, Account(book, terms, replayable=True)
+
+
+def with_nan(batch: Batch, unit: int) -> Batch:
+    images = batch.images.clone()
+    images[batch.units == unit] = float("nan")
+    return Batch(images, batch.labels, batch.units, batch.n_units)
+
+
+@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper"])
+def test_a_record_of_nans_changes_nothing(method: str, account: Any, tmp_path: Path) -> None:
+    """A unit that is not finite contributes exactly what a null unit does: zero, everywhere."""
+    plan, book = account
+    images = tiny().train
+    whole = LocalData(images, unit="record", images_per_unit=1).draw(
+        0.1, SeededNoise(0), NoiseKey("0", "m", 0, 0, "draw")
+    )
+    bad = torch.zeros(whole.n_units, dtype=torch.bool)
+    bad[1] = True
+    digests = []
+    for batch in (with_nan(whole, 1), whole.without(bad)):
+        bench = bench_with(Fixed(images, batch), account=book)
+        one_step(method, bench, plan, book)
+        digests.append(digest_tensors(bench.model.state_dict().items()))
+    assert digests[0] == digests[1]
+
+
+def one_step(method: str, bench: Bench, plan: Plan, book: Account) -> None:
+    book.rewind(0, 0)
+    book._recorded.clear()  # the same step again, on purpose, to compare its two outcomes
+    if method == "fl-dp":
+        dp_step(bench, 0, sigma=plan.sigma_static, cost=1e-3)
+    elif method == "xcal":
+        rule = steps_with_signal.XcalRule(plan, SignalSettings())
+        steps_with_signal.xcal_step(bench, 0, rule, steps_with_signal.XcalState())
+    else:
+        experiment = make_experiment(
+            {"method": "xcal-paper", "epsilon": 8.0, "delta": 1e-3, "batch": 20}
+        )
+        paper = plan_for(experiment, 150)
+        rule_p = steps_with_signal.PaperRule(paper, SignalSettings(positive_only=False))
+        steps_with_signal.paper_step(bench, 0, rule_p, steps_with_signal.PaperState())
+
+
+def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
+    plan, _ = account
+    images = tiny().train
+    whole = LocalData(images, unit="record", images_per_unit=1).draw(
+        0.1, SeededNoise(0), NoiseKey("0", "m", 0, 0, "draw")
+    )
+    rule = steps_with_signal.XcalRule(plan, SignalSettings())
+    bad = torch.zeros(whole.n_units, dtype=torch.bool)
+    bad[2] = True
+    bench = bench_with(Fixed(images, whole))
+    _, broken = steps_with_signal._gradient_and_scores(bench, 0, with_nan(whole, 2), rule)
+    _, everyone = steps_with_signal._gradient_and_scores(bench, 0, whole, rule)
+    u = steps_with_signal._gradient_and_scores(bench, 0, whole.without(~bad), rule)[
+        1
+    ]  # unit 2 alone: the others count as drawn and broken-free but empty
+    n = whole.n_units
+    # without(…) leaves n − 1 drawn units without images; each reads u = 0, i.e. −½
+    assert everyone - broken == pytest.approx(u + 0.5 * (n - 1), abs=1e-6)
+
+
+def test_an_empty_draw_is_a_noise_only_step(account: Any) -> None:
+    plan, book = account
+    images = tiny().train
+    empty = Batch(
+        torch.zeros(0, 3, 16, 16),
+        torch.zeros(0, dtype=torch.long),
+        torch.zeros(0, dtype=torch.long),
+        0,
+    )
+    bench = bench_with(Fixed(images, empty), account=book)
+    before = {k: v.clone() for k, v in bench.model.state_dict().items()}
+    spent = book.filter.spent
+    rule = steps_with_signal.XcalRule(plan, SignalSettings())
+    state, record = steps_with_signal.xcal_step(bench, 0, rule, steps_with_signal.XcalState())
+    assert book.filter.spent > spent
+    assert state.signals == 1
+    assert record.signal is not None
+    for name, value in bench.model.state_dict().items():
+        assert bool((value != before[name]).any()), name  # noise on every parameter
+    assert np.isfinite(record.sigma)
