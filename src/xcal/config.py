@@ -31,6 +31,13 @@ class Experiment(BaseModel):
         None, description="use at most this many training images"
     )
     network: str = Field("small", description="a network's name, or package.module:name")
+    norm: Literal["group", "frozen"] = Field(
+        "group", description="group norm from scratch, or frozen published batch norm"
+    )
+    output_stride: Literal[16, 32] = Field(32, description="16 makes the last stage's map finer")
+    train: str = Field("all", description="what trains: all, head, head+norm or last:k stages")
+    train_norm: bool = Field(False, description="whether a frozen norm's scale and shift train")
+    weights: str | None = Field(None, description="published weights, .safetensors or .pth")
     # the federation
     clients: Whole = Field(3, description="number of clients N")
     participants: Whole | None = Field(None, description="clients a round m; all if not given")
@@ -92,6 +99,12 @@ class Experiment(BaseModel):
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = Field(
         500, description="size of the fixed public validation subset measured every round"
+    )
+    road_images: Annotated[int, Field(ge=0)] = Field(
+        32, description="how many of them are also explained and scored by ROAD every round"
+    )
+    road_test_images: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="test images explained at the end; all if not given"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of all but secure noise")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(

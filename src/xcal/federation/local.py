@@ -33,7 +33,7 @@ from xcal.privacy import ledger
 from xcal.privacy.ledger_rows import Head, Terms
 from xcal.privacy.noise import NoiseSource, SecureNoise, SeededNoise
 from xcal.privacy.statement import Situation, make_statement, statement_text
-from xcal.training.evaluate import Predictions, predict
+from xcal.training.evaluate import Predictions, explain_road, explanation_metrics, predict
 from xcal.training.local import LocalData, trainable
 
 
@@ -97,9 +97,7 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
     started = time.monotonic()
     experiment = federation.experiment
     _write_preamble(folder, federation)
-    model = build_network(
-        experiment.network, len(federation.data.classes), seed=experiment.seed
-    ).to(experiment.device)
+    model = build_network(experiment, len(federation.data.classes)).to(experiment.device)
     weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
     first, heads, reports = 0, dict[str, Head](), dict[str, dict[str, Any]]()
     checkpoint = folder.load_checkpoint()
@@ -117,7 +115,8 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
         return sum(federation.steps_of_round(c) for chosen in rounds for c in chosen)
 
     progress.start(planned(federation.schedule), planned(federation.schedule[:first]))
-    validation = _validation_subset(federation)
+    validation = _public_subset(federation.data.validation, experiment.validation_images)
+    explained = _public_subset(federation.data.validation, experiment.road_images)
     for t in range(first, experiment.rounds):
         began = time.monotonic()
         replies = [
@@ -135,7 +134,7 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             reports[reply.report.client] = asdict(reply.report)
             site = sites[int(reply.report.client)]
             site.expected_head = Head(reply.report.ledger_rows, reply.report.ledger_hash)
-        record = _round_record(t, replies, model, validation, experiment.device)
+        record = _round_record(t, replies, model, validation, explained, experiment.device)
         record["seconds"] = round(time.monotonic() - began, 3)
         folder.append_lines("rounds.jsonl", [record])
         folder.append_lines(
@@ -193,19 +192,18 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
                     device=experiment.device,
                 ),
                 noise=noise,
-                build_model=lambda: build_network(
-                    experiment.network, len(federation.data.classes), seed=experiment.seed
-                ).to(experiment.device),
+                build_model=lambda: build_network(experiment, len(federation.data.classes)).to(
+                    experiment.device
+                ),
                 expected_head=heads.get(name),
             )
         )
     return sites
 
 
-def _validation_subset(federation: Federation) -> Images | None:
-    """The fixed public subset that is measured every round; None where there is none."""
-    images = federation.data.validation
-    count = min(federation.experiment.validation_images, len(images))
+def _public_subset(images: Images, wanted: int | None) -> Images | None:
+    """A fixed subset of a public split, the same for every seed; None where it is empty."""
+    count = len(images) if wanted is None else min(wanted, len(images))
     if count == 0:
         return None
     chosen = np.random.default_rng([DATA_SEED, 11]).permutation(len(images))[:count]
@@ -217,12 +215,17 @@ def _round_record(
     replies: Sequence[RoundReply],
     model: nn.Module,
     validation: Images | None,
+    explained: Images | None,
     device: str,
 ) -> dict[str, Any]:
     f1 = predict(model, validation, device=device).macro_f1() if validation is not None else None
+    found = explain_road(model, explained, device=device) if explained is not None else {}
     return {
         "round": t,
         "validation_macro_f1": f1,
+        "road_validation": found.get("road"),
+        "road_logit_percent_validation": found.get("road_logit_percent"),
+        "road_seconds": found.get("seconds"),
         "answered": sum(r.weights is not None for r in replies),
         "exhausted": [r.report.client for r in replies if r.report.halted],
         "clients": [asdict(r.report) for r in replies],
@@ -266,14 +269,20 @@ def _finish(
         model.state_dict(),
         {"network": experiment.network, "classes": list(federation.data.classes)},
     )
-    plans = [p for p in federation.plans if p is not None]
-    private = bool(plans)
+    subset = _public_subset(federation.data.test, experiment.road_test_images)
+    explanations = (
+        explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
+    )
+    road = (explanations or {}).get("road", {})
+    private = any(p is not None for p in federation.plans)
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
     result = {
         "method": experiment.method,
         "data": experiment.data,
         "network": experiment.network,
         "macro_f1": test.macro_f1(),
+        "road": road.get("road"),
+        "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
         "epsilon_nominal": experiment.epsilon if private else None,
         "epsilon_paper": max(paper) if paper else None,
@@ -295,6 +304,8 @@ def _finish(
             }
             for _, r in sorted(reports.items(), key=lambda item: int(item[0]))
         ],
+        "classification": test.metrics(),
+        "explanations": explanations,
         "rounds": experiment.rounds,
         "threads": about["threads"],
         "seconds": round(seconds, 1),

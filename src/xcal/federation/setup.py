@@ -117,5 +117,5 @@ def prepare(experiment: Experiment) -> Federation:
         own = sum(client in chosen for chosen in schedule)
         plans.append(method.plan(experiment, units, own) if own else None)
     if method.private:  # refuse a network without a per-sample rule before anything is charged
-        ClippingEngine(build_network(experiment.network, len(data.classes), seed=0))
+        ClippingEngine(build_network(experiment, len(data.classes)))
     return Federation(experiment, method, data, parts, schedule, tuple(plans))

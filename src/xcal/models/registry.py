@@ -3,31 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
-from xcal.config import nearest
+from xcal.config import Experiment, nearest
 from xcal.errors import UserError
+from xcal.models.efficientnet import efficientnet_b0
+from xcal.models.resnet import resnet18
 from xcal.models.small import small
+from xcal.models.weights import load_published, read_weights
 from xcal.plugins import load_object
 
-NETWORKS: dict[str, Callable[..., nn.Module]] = {"small": small}
+STAGED: dict[str, Callable[..., nn.Module]] = {
+    "efficientnet_b0": efficientnet_b0,
+    "resnet18": resnet18,
+}
+NETWORKS = ("small", *STAGED)
 
 
-def build_network(name: str, classes: int, *, seed: int) -> nn.Module:
-    """A fresh network: `small`, or one of the user's own by `package.module:name`.
+def build_network(experiment: Experiment, classes: int) -> nn.Module:
+    """The experiment's network with its first weights, a function of seed and weights file alone.
 
-    The user's own is a function `(classes, *, seed)` that returns an nn.Module with a `cam_layer`
-    (dotted name of the module whose output is the CAM feature map) and a `head_layer` (dotted name
-    of the final Linear after global average pooling, or None).
+    The user's own, `package.module:name`, is a function `(classes, *, seed)` that returns an
+    nn.Module with a `cam_layer` (dotted name of the module whose output is the CAM feature map) and
+    a `head_layer` (dotted name of the final Linear after global average pooling, or None).
     """
-    if name in NETWORKS:
-        return NETWORKS[name](classes, seed=seed)
-    if ":" not in name:
+    name, seed = experiment.network, experiment.seed
+    if name in STAGED:
+        network = STAGED[name](
+            classes,
+            norm=experiment.norm,
+            output_stride=experiment.output_stride,
+            trainable=experiment.train,
+            train_norm_affine=experiment.train_norm,
+            seed=seed,
+        )
+    elif name == "small":
+        network = small(classes, seed=seed)
+    elif ":" in name:
+        network = _own(name, classes, seed)
+    else:
         raise UserError(
-            f"Unknown network {name!r}.{nearest(name, tuple(NETWORKS))}"
+            f"Unknown network {name!r}.{nearest(name, NETWORKS)}"
             f" Known: {', '.join(NETWORKS)}, or package.module:name."
         )
+    if name not in STAGED and experiment.train != "all":
+        raise UserError(f"The network {name!r} always trains whole: leave out train.")
+    if experiment.weights is not None:
+        load_published(network, read_weights(Path(experiment.weights)))
+    return network
+
+
+def _own(name: str, classes: int, seed: int) -> nn.Module:
     network = load_object(name, "network")(classes, seed=seed)
     if not isinstance(network, nn.Module):
         raise UserError(f"The network {name!r} did not return a torch.nn.Module.")

@@ -1,1 +1,0 @@
-"""Attacks that try to break the guarantee."""

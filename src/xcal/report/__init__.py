@@ -1,1 +1,0 @@
-"""Reads results and draws them; never trains."""
