@@ -88,7 +88,7 @@ def run_experiment(
         if about.get("threads") != threads:  # a resumed run keeps the count it began with
             write_json(folder.path / "run.json", {**about, "threads": threads})
         with _threads(threads):
-            return _run(folder, federation or prepare(experiment), progress)
+            return _run(folder, federation or prepare(experiment, new=False), progress)
     finally:
         os.close(handle)  # releases the lock, as the end of the process would
 

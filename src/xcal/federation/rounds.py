@@ -117,12 +117,11 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
             parameter.copy_(weights[name])
 
 
-def run_terms(request: RoundRequest, method: Method, plan: Plan | None) -> RunTerms:
-    experiment = request.experiment
+def run_terms(run: str, unit: str, method: Method, plan: Plan | None) -> RunTerms:
     return RunTerms(
-        run=request.run,
+        run=run,
         method=method.name,
-        unit=experiment.unit,
+        unit=unit,
         epsilon=None if plan is None else plan.epsilon,
         delta=None if plan is None else plan.delta,
         order=None if plan is None else plan.order,
@@ -172,7 +171,7 @@ def _train(
     if request.round not in request.own_rounds:
         raise UserError(f"Round {request.round} is not one of this client's own: refused.")
     plan = method.plan(experiment, site.data.units, len(request.own_rounds))
-    terms = run_terms(request, method, plan)
+    terms = run_terms(request.run, experiment.unit, method, plan)
     seeded = site.noise.name == "seeded"
     account = Account(ledger, terms, replayable=seeded) if plan is not None else None
     if account is None:

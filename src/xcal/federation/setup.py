@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,10 +14,12 @@ from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable
 from xcal.errors import UserError
+from xcal.federation.rounds import run_terms
 from xcal.methods.base import Method
 from xcal.methods.registry import get_method
 from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger import Ledger
 from xcal.training.clipping import ClippingEngine
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
@@ -73,8 +76,11 @@ def draw_schedule(
     )
 
 
-def prepare(experiment: Experiment) -> Federation:
-    """Data, partition, schedule and plans: every refusal that can come, comes here."""
+def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
+    """Data, partition, schedule and plans: every refusal that can come, comes here.
+
+    `new`: the run has not begun, so homes given by path are asked whether they would admit it.
+    """
     method = get_method(experiment.method)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
@@ -118,4 +124,8 @@ def prepare(experiment: Experiment) -> Federation:
         plans.append(method.plan(experiment, units, own) if own else None)
     if method.private:  # refuse a network without a per-sample rule before anything is charged
         ClippingEngine(build_network(experiment, len(data.classes)))
+    for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
+        # All homes are asked before any is charged: one refusal must not cost the others.
+        with Ledger(Path(home) / "ledger.sqlite") as book:
+            book.check(run_terms("a new run", experiment.unit, method, plan))
     return Federation(experiment, method, data, parts, schedule, tuple(plans))

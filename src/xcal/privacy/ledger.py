@@ -257,6 +257,12 @@ class Ledger:
                     f"knows a run named {run.run!r} with other terms: name the new run otherwise.",
                 )
             return
+        self.check(run)
+        self._append("run", asdict(run))
+        self._runs[run.run] = run
+
+    def check(self, run: RunTerms) -> None:
+        """Refuse, in one sentence, a new run that the ledger's terms do not allow."""
         limited = self.terms.epsilon is not None
         if run.epsilon is None and limited:
             raise refuse(
@@ -280,8 +286,6 @@ class Ledger:
                     f"has epsilon = {max(left, 0.0):.6g} left of its limit, and the run asks for"
                     f" {run.epsilon:g} (delta {run.delta:g}): lower the run's target.",
                 )
-        self._append("run", asdict(run))
-        self._runs[run.run] = run
 
     def lifetime_admits(self, rate: float, sigma: float) -> bool:
         """Whether the population's lifetime rule has room for one more step."""
