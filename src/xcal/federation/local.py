@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from xcal.data.images import Images
-from xcal.federation.files import lock_folder, write_bytes, write_json, write_tensors
+from xcal.federation.card import card_text
+from xcal.federation.files import lock_folder, read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import (
     RoundReply,
@@ -115,8 +116,8 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
         return sum(federation.steps_of_round(c) for chosen in rounds for c in chosen)
 
     progress.start(planned(federation.schedule), planned(federation.schedule[:first]))
-    validation = _public_subset(federation.data.validation, experiment.validation_images)
-    explained = _public_subset(federation.data.validation, experiment.road_images)
+    validation = public_subset(federation.data.validation, experiment.validation_images)
+    explained = public_subset(federation.data.validation, experiment.road_images)
     for t in range(first, experiment.rounds):
         began = time.monotonic()
         replies = [
@@ -201,7 +202,7 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
     return sites
 
 
-def _public_subset(images: Images, wanted: int | None) -> Images | None:
+def public_subset(images: Images, wanted: int | None) -> Images | None:
     """A fixed subset of a public split, the same for every seed; None where it is empty."""
     count = len(images) if wanted is None else min(wanted, len(images))
     if count == 0:
@@ -269,7 +270,7 @@ def _finish(
         model.state_dict(),
         {"network": experiment.network, "classes": list(federation.data.classes)},
     )
-    subset = _public_subset(federation.data.test, experiment.road_test_images)
+    subset = public_subset(federation.data.test, experiment.road_test_images)
     explanations = (
         explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
     )
@@ -314,6 +315,8 @@ def _finish(
         "versions": about["versions"],
         "command": about["command"],
     }
+    card = card_text(experiment, federation.data, read_json(folder.path / "statement.json"), result)
+    write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
 

@@ -1,0 +1,193 @@
+"""The model card: what stands beside the weights of every run, for whoever finds them later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from xcal.config import Experiment
+from xcal.data.images import RECORD_GROUPS, ImageData
+
+INTENDED_USE = (
+    "Research on private federated learning and on measured explanations. This is not a medical"
+    " device: it has not been validated for diagnosis, screening or triage, and no decision about a"
+    " person may rest on it."
+)
+LIMITS = (
+    "Measured on test images of the same source as the training images: other hospitals, scanners,"
+    " stains and populations were not looked at, and results there can be much worse.",
+    "The shares of the classes in the test set are seldom those of a clinic; macro F1, accuracy and"
+    " calibration change with them.",
+    "A confidence is the softmax of the network, not the probability that an answer is right; the"
+    " calibration error says how far the two are apart on average.",
+    "An explanation shows, coarsely, what the network used, and not whether that is right in"
+    " medicine.",
+    "An image of something the classes do not name is given one of them all the same.",
+)
+
+
+def card_text(
+    experiment: Experiment,
+    data: ImageData,
+    statement: Mapping[str, Any],
+    result: Mapping[str, Any],
+) -> str:
+    """The card in Markdown, from what the run's own files say.
+
+    Of the private images it tells the declared number of units and nothing else: how they spread
+    over classes or groups would be a release of its own. Public splits are described in full.
+    """
+    sections = [
+        _heading(data, result),
+        _section("Intended use", [INTENDED_USE]),
+        _section("Privacy", _privacy(statement, result)),
+        _section("Measured on the test images", _metrics(data, result)),
+        _section("Data", _data(experiment, data, result)),
+        _section("Limits", _bullets([*LIMITS, *_own_limits(statement, result)])),
+        _section("How it was made", _making(experiment, result)),
+    ]
+    return "\n".join(sections)
+
+
+def _heading(data: ImageData, result: Mapping[str, Any]) -> str:
+    return (
+        f"# {result['network']} on {_plain(data.name)}, trained by {result['method']}\n\n"
+        f"An image classifier of {len(data.classes)} classes, trained over"
+        f" {_count(len(result['clients']), 'client')} in"
+        f" {_count(result['rounds'], 'round')}. The weights are in `model.safetensors`.\n"
+    )
+
+
+def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    lines = [statement["promise"]]
+    if result["epsilon_target"] is not None:
+        spent = [c["epsilon_spent"] for c in result["clients"] if c["epsilon_spent"] is not None]
+        lines += [
+            "",
+            f"- Guaranteed: ε = {result['epsilon_target']:g}, δ = {result['delta']:g}, per"
+            f" {result['unit']}, {result['noise']} noise.",
+        ]
+        if spent:
+            lines.append(f"- Odometer of the client that spent most: ε = {max(spent):.4g}.")
+        if result["epsilon_paper"] is not None:
+            lines.append(f"- By the paper's own accounting: ε = {result['epsilon_paper']:.4g}.")
+        lines += ["", "Not protected:", "", *_bullets(statement["not_protected"])]
+    return [*lines, "", "The whole statement is in `statement.txt`."]
+
+
+def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
+    found = result["classification"]
+    rows = [
+        ("macro F1", _number(found["macro_f1"])),
+        ("accuracy", _number(found["accuracy"])),
+        ("balanced accuracy", _number(found["balanced_accuracy"])),
+        ("AUROC, mean of one class against the rest", _number(found["auroc"])),
+        ("expected calibration error", _number(found["calibration_error"])),
+    ]
+    explained = result["explanations"]
+    if explained is not None:
+        count = explained["road"]["images"]
+        rows += [
+            (f"ROAD on confidence ({count} images)", _number(explained["road"]["road"])),
+            (f"insertion AUC ({count} images)", _number(explained["insertion_auc"])),
+            (f"deletion AUC ({count} images)", _number(explained["deletion_auc"])),
+        ]
+        place = explained.get("localisation")
+        if place is not None:
+            rows += [
+                (f"pointing game ({count} images)", _number(place["pointing"])),
+                (f"saliency inside the true region ({count} images)", _number(place["inside"])),
+                ("area of the true region, which chance reaches", _number(place["area"])),
+            ]
+    per_class = zip(
+        map(_plain, data.classes),
+        map(str, np.bincount(data.test.labels, minlength=len(data.classes))),
+        map(_number, found["sensitivity"]),
+        map(_number, found["specificity"]),
+        map(_number, found["auroc_per_class"]),
+        strict=True,
+    )
+    lines = [
+        *_table(("metric", f"{found['images']} test images"), rows),
+        "",
+        *_table(("class", "test images", "sensitivity", "specificity", "AUROC"), per_class),
+    ]
+    if found["broken_images"]:
+        lines += ["", f"On {found['broken_images']} images the network gave no finite answer."]
+    return lines
+
+
+def _data(experiment: Experiment, data: ImageData, result: Mapping[str, Any]) -> list[str]:
+    grouped = data.group_name != RECORD_GROUPS
+    units = [str(client["units"]) for client in result["clients"]]
+    unit = data.group_name if experiment.unit == "group" and grouped else "image"
+    lines = [
+        f"Set: {_plain(data.name)}, {experiment.pixels}×{experiment.pixels} pixels. Licence:"
+        f" {_plain(data.licence)}.",
+        f"Classes: {', '.join(map(_plain, data.classes))}.",
+        f"Groups: images of one {data.group_name} belong together."
+        if grouped
+        else "Groups: none known; every image counts for itself.",
+        f"Training: {' + '.join(units)} units (one unit: one {unit}), one number a client;"
+        f" partition {experiment.partition}.",
+    ]
+    for name, images in (("Validation", data.validation), ("Test", data.test)):
+        groups = f" of {len(np.unique(images.groups))} {data.group_name}s" if grouped else ""
+        lines.append(f"{name}: {_count(len(images), 'image')}{groups if len(images) else ''}.")
+    return _bullets(lines)
+
+
+def _own_limits(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """What is to be feared of this very run."""
+    found = list(statement["warnings"])
+    halted = [str(client["id"]) for client in result["clients"] if client["halted"]]
+    if halted:
+        found.append(f"The budget of client {', '.join(halted)} ended before the last round.")
+    return found
+
+
+def _making(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        *_bullets(
+            [
+                f"Command: `{result['command']}`",
+                f"Commit: {result['commit'] or 'not from a checkout'}",
+                f"Versions: {versions}",
+                f"Seed {experiment.seed}, {_count(result['threads'], 'thread')},"
+                f" {result['seconds']:g} seconds. Every setting is in `experiment.toml`.",
+            ]
+        )
+    ]
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([f"## {title}", "", *lines, ""])
+
+
+def _bullets(items: Sequence[str]) -> list[str]:
+    return [f"- {item[:1].upper()}{item[1:]}" for item in items]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rule = "|".join(["---", *["---:"] * (len(head) - 1)])
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{rule}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _plain(name: str) -> str:
+    """A name from outside, so that it cannot break out of its line or table cell."""
+    return " ".join(name.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.3f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
