@@ -59,8 +59,9 @@ class Experiment(BaseModel):
     delta: float = Field(1e-5, description="target δ")
     unit: Literal["record", "group"] = Field("record", description="what one person contributes")
     images_per_unit: Whole = Field(4, description="images used of a drawn group")
-    noise: Literal["seeded", "secure"] = Field(
-        "seeded", description="seeded (simulation) or secure (operating system's entropy)"
+    noise: Literal["seeded", "secure"] | None = Field(
+        None,
+        description="seeded (default of simulations) or secure (default where homes are given)",
     )
     # local training
     batch: Whole = Field(128, description="expected batch B")
@@ -112,6 +113,11 @@ class Experiment(BaseModel):
     )
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where tensors live")
+
+    @property
+    def noise_source(self) -> str:
+        """What noise comes from: homes are real, so only secure noise is charged to them."""
+        return self.noise or ("seeded" if self.homes is None else "secure")
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, ready for JSON."""

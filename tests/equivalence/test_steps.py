@@ -22,7 +22,7 @@ from xcal.privacy.ledger_rows import RunTerms, Terms
 from xcal.privacy.noise import NoiseKey, NoiseSource, SeededNoise
 from xcal.training import xcal as steps_with_signal
 from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Batch, Bench, LocalData, Optimiser, digest_tensors
+from xcal.training.local import Batch, Bench, LocalData, Optimiser, ReplayKey, digest_tensors
 from xcal.training.steps import clipped_sum, dp_step, release_gradient, sgd_step
 
 
@@ -54,7 +54,7 @@ def bench_with(
         optimiser=Optimiser(model, kind, 0.1, 0.9),
         batch=20,
         clip=clip,
-        data_digest="x",
+        replay=ReplayKey(b"secret", "context"),
     )
 
 
@@ -80,8 +80,10 @@ def account(tmp_path: Path) -> Any:
         make_experiment({"method": "xcal", "epsilon": 8.0, "delta": 1e-3, "batch": 20}), 150
     )
     path = tmp_path / "ledger.sqlite"
-    ledger.create(path, Terms("p", "record", 8.0, 1e-3))
-    terms = RunTerms("r", "xcal", "record", 8.0, 1e-3, plan.order, plan.budget, plan.steps)
+    ledger.create(path, Terms("p", "record", 8.0, 1e-3, simulated=True))
+    terms = RunTerms(
+        "r", "xcal", "record", 8.0, 1e-3, plan.order, plan.budget, plan.steps, "seeded"
+    )
     with Ledger(path) as book:
         yield plan, Account(book, terms, replayable=True)
 
@@ -113,6 +115,7 @@ def test_a_record_of_nans_changes_nothing(method: str, account: Any, tmp_path: P
 def one_step(method: str, bench: Bench, plan: Plan, book: Account) -> None:
     book.rewind(0, 0)
     book._recorded.clear()  # the same step again, on purpose, to compare its two outcomes
+    book._charges.clear()
     if method == "fl-dp":
         dp_step(bench, 0, sigma=plan.sigma_static, cost=1e-3)
     elif method == "xcal":

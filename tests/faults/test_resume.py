@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import torch
 
 import xcal
 from support import TINY, sets, xcal_environment, xcal_process
+from xcal.config import make_experiment
 from xcal.errors import UserError
-from xcal.federation import local, rounds
+from xcal.federation import folder, local, rounds
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.privacy.account import Account
@@ -70,14 +72,14 @@ def _arm(where: str, count: int) -> None:
     setattr(owner, name, deadly)
 
 
-def model_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = read_tensors(folder / "model.safetensors")
+def model_of(run_folder: Path) -> dict[str, torch.Tensor]:
+    found = read_tensors(run_folder / "model.safetensors")
     assert found is not None
     return found[0]
 
 
-def charges(folder: Path, client: str) -> list[tuple[int, int]]:
-    rows = read_rows(folder / "clients" / client / "ledger.sqlite")
+def charges(run_folder: Path, client: str) -> list[tuple[int, int]]:
+    rows = read_rows(run_folder / "clients" / client / "ledger.sqlite")
     (run,) = runs_of(rows)
     return [(c.round, c.step) for c in charges_of(rows, run)]
 
@@ -159,8 +161,6 @@ def test_random_kills_of_the_real_command(tmp_path: Path) -> None:
 
 
 def test_resume_works_from_the_first_instant(tmp_path: Path) -> None:
-    from xcal.config import make_experiment
-
     keys = {**TINY, "method": "xcal"}
     RunFolder.create(tmp_path / "run", make_experiment(keys), sorted(keys))
     result = xcal.run(tmp_path / "run", resume=True)
@@ -173,14 +173,33 @@ def test_other_inputs_under_the_same_noise_are_refused(tmp_path: Path) -> None:
     keys = {**TINY, "method": "fl-dp"}
     die("before-checkpoint", 1, tmp_path / "run", keys)
     # Forget the saved replies and change what the steps are made of: the noise must not be reused.
-    for home in (tmp_path / "run" / "clients").iterdir():
-        (home / "reply.safetensors").unlink()
-    path = tmp_path / "run" / "experiment.toml"
-    path.write_text(path.read_text().replace("clip = 1.0", "clip = 2.0"))
+    for reply in (tmp_path / "run" / "clients").glob("*/runs/*/reply.safetensors"):
+        reply.unlink()
+    path, about = tmp_path / "run" / "experiment.toml", tmp_path / "run" / "run.json"
+    original = path.read_text()
+    path.write_text(original.replace("clip = 1.0", "clip = 2.0"))
     rows = len(charges(tmp_path / "run", "0"))
+    with pytest.raises(UserError, match="was changed since the run began"):
+        xcal.run(tmp_path / "run", resume=True)
+    # … and one who also forges the record of what it was is stopped by the ledger.
+    values = json.loads(about.read_text())
+    forged = make_experiment({**tomllib.loads(original), "clip": 2.0})
+    values["experiment"] = folder._digest(forged)
+    about.write_text(json.dumps(values))
     with pytest.raises(UserError, match="other inputs"):
         xcal.run(tmp_path / "run", resume=True)
     assert len(charges(tmp_path / "run", "0")) == rows
+
+
+def test_a_home_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
+    die("before-checkpoint", 3, tmp_path / "run", {**TINY, "method": "xcal"})
+    for reply in (tmp_path / "run" / "clients").glob("0/runs/*/reply.safetensors"):
+        reply.unlink()
+    with pytest.raises(UserError, match="does not remember"):
+        xcal.run(tmp_path / "run", resume=True)
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lies before the last|does not remember"):
+        xcal.run(tmp_path / "run", resume=True)
 
 
 def test_a_missing_or_older_ledger_is_refused_on_resume(tmp_path: Path) -> None:
@@ -189,7 +208,7 @@ def test_a_missing_or_older_ledger_is_refused_on_resume(tmp_path: Path) -> None:
     home = tmp_path / "run" / "clients" / "0"
     for name in ("ledger.sqlite", "ledger.head", "ledger.sqlite-wal", "ledger.sqlite-shm"):
         (home / name).unlink(missing_ok=True)
-    (home / "reply.safetensors").unlink()
+    next(home.glob("runs/*/reply.safetensors")).unlink()
     with pytest.raises(UserError, match="does not exist"):
         xcal.run(tmp_path / "run", resume=True)
 

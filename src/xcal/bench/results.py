@@ -41,7 +41,7 @@ def write_results(rows: Sequence[Row], folder: Path, *, command: str) -> Path:
     threads = "-".join(str(count) for count in sorted({row["threads"] for row in rows}))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"steps-{sizes}px-{threads}threads.md"
-    origin = {"command": command, **_origin()}
+    origin = origin_of(command)
     path.write_text(table(rows, origin), encoding="utf-8")
     content = {"origin": origin, "rows": list(rows)}
     path.with_suffix(".json").write_text(
@@ -54,7 +54,7 @@ def table(rows: Sequence[Row], origin: dict[str, str]) -> str:
     """Markdown: where the numbers come from, every row, and the quantities the step is held to."""
     every, fraction = default_signal()
     lines = ["# Step times and memory", ""]
-    lines += [f"- {key}: {value}" for key, value in origin.items()]
+    lines += _bullets(origin)
     lines += [
         "",
         "Batch 32, group norm, all parameters trained. Ratios to the plain SGD step of the same "
@@ -120,10 +120,21 @@ def _line(row: Row) -> str:
     return f"{head} {row['ratio_to_sgd']:.2f} | {quartiles} | {row['step_ms']:.0f} | {memory} |"
 
 
-def _origin() -> dict[str, str]:
+def origin_lines(command: str) -> list[str]:
+    """Where a result comes from, as a Markdown list."""
+    return _bullets(origin_of(command))
+
+
+def _bullets(origin: dict[str, str]) -> list[str]:
+    return [f"- {key}: {value}" for key, value in origin.items()]
+
+
+def origin_of(command: str) -> dict[str, str]:
+    """Command, commit, time, versions, machine and how busy it was."""
     packages = [f"{name} {_version(name)}" for name in ("torch", "numpy", "opacus")]
     busy = ", ".join(f"{load:.1f}" for load in os.getloadavg()) if hasattr(os, "getloadavg") else ""
     return {
+        "command": command,
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": ", ".join([f"Python {platform.python_version()}", *packages]),

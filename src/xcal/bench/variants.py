@@ -127,7 +127,8 @@ def _secure(setting: Setting) -> Step:
     return _ours(setting, noise=noise, close=noise.close)
 
 
-def _full_signal(model: nn.Module, images: Tensor, logits: Tensor, features: Tensor) -> Tensor:
+def full_signal(model: nn.Module, images: Tensor, logits: Tensor, features: Tensor) -> Tensor:
+    """Our signal: maps in closed form from the training forward, one more inference pass."""
     return image_scores(model, images, logits, features, SignalSettings())
 
 
@@ -136,7 +137,7 @@ def _default_signal(setting: Setting) -> Step:
     count = max(1, round(fraction * setting.batch))
 
     def some(model: nn.Module, images: Tensor, logits: Tensor, features: Tensor) -> Tensor:
-        return _full_signal(model, images[:count], logits[:count], features[:count])
+        return full_signal(model, images[:count], logits[:count], features[:count])
 
     return _ours(setting, signal=some, every=every)
 
@@ -236,7 +237,7 @@ _MAKERS: dict[str, Callable[[Setting], Step]] = {
     "opacus-ghost": _opacus_ghost,
     "vmap": _vmap,
     "ours+naive-signal": lambda setting: _ours(setting, signal=_naive_signal),
-    "ours+full-signal": lambda setting: _ours(setting, signal=_full_signal),
+    "ours+full-signal": lambda setting: _ours(setting, signal=full_signal),
     "ours+default-signal": _default_signal,
 }
 VARIANTS = tuple(_MAKERS)

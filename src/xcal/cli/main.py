@@ -7,7 +7,7 @@ import sys
 import typer
 
 import xcal
-from xcal.cli import demo, ledger, plan, run
+from xcal.cli import demo, evaluate, ledger, plan, run
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ def _options(
 app.command("plan")(plan.plan_command)
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
+app.command("evaluate")(evaluate.evaluate_command)
 app.add_typer(ledger.app, name="ledger")
 
 

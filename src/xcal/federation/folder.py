@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -63,6 +64,11 @@ def command() -> str:
     return shlex.join([name, *sys.argv[1:]])
 
 
+def _digest(experiment: Experiment) -> str:
+    text = json.dumps(experiment.resolved(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class RunFolder:
     """DIR of one run. It exists only with its configuration in it, so it can always be resumed."""
 
@@ -88,8 +94,8 @@ class RunFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             scratch.mkdir()
-            values = experiment.resolved()
-            write_bytes(scratch / "experiment.toml", to_toml(values).encode())
+            about["experiment"] = _digest(experiment)
+            write_bytes(scratch / "experiment.toml", to_toml(experiment.resolved()).encode())
             write_json(scratch / "run.json", about)
             if path.exists():
                 path.rmdir()
@@ -112,7 +118,14 @@ class RunFolder:
 
     @property
     def experiment(self) -> Experiment:
-        return make_experiment(read_toml(self.path / "experiment.toml"), str(self.path))
+        """The run's configuration, refused where it is not the one the run began with."""
+        found = make_experiment(read_toml(self.path / "experiment.toml"), str(self.path))
+        if self.about["experiment"] != _digest(found):
+            raise UserError(
+                f"{self.path / 'experiment.toml'} was changed since the run began: restore it, or"
+                " start a new run with it."
+            )
+        return found
 
     def client_home(self, client: str) -> Path:
         return self.path / "clients" / client

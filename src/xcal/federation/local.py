@@ -166,7 +166,6 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
             home = Path(experiment.homes[client])
         else:
             home = folder.client_home(name)
-            home.mkdir(parents=True, exist_ok=True)
             path = home / "ledger.sqlite"
             if not path.exists() and name not in heads:
                 ledger.create(
@@ -176,10 +175,11 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
                         unit=experiment.unit,
                         epsilon=None if plan is None else plan.epsilon,
                         delta=None if plan is None else plan.delta,
+                        simulated=True,
                     ),
                 )
         noise: NoiseSource = (
-            SeededNoise(experiment.seed) if experiment.noise == "seeded" else SecureNoise()
+            SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoise()
         )
         sites.append(
             Site(
@@ -243,7 +243,7 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
         Situation(
             method=experiment.method,
             unit=experiment.unit,
-            noise=experiment.noise,
+            noise=experiment.noise_source,
             plans=plans,
             shared_units=federation.parts.shared_units,
             groups_split=federation.parts.groups_split,
@@ -289,7 +289,7 @@ def _finish(
         "epsilon_paper": max(paper) if paper else None,
         "delta": experiment.delta if private else None,
         "unit": experiment.unit if private else None,
-        "noise": experiment.noise if private else None,
+        "noise": experiment.noise_source if private else None,
         "mean_sigma": _mean_sigma(folder) if private else None,
         "seed": experiment.seed,
         "clients": [

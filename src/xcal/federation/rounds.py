@@ -6,18 +6,20 @@ Every engine calls these two functions and nothing else, so all of them give the
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.errors import UserError
-from xcal.federation.files import read_tensors, write_tensors
+from xcal.federation.files import read_tensors, write_bytes, write_tensors
 from xcal.methods.base import Method, save_state
 from xcal.methods.registry import get_method
 from xcal.privacy.account import Account
@@ -27,7 +29,15 @@ from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Head, RunTerms
 from xcal.privacy.noise import NoiseSource
 from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Bench, LocalData, Optimiser, StepRecord, digest_tensors, trainable
+from xcal.training.local import (
+    Bench,
+    LocalData,
+    Optimiser,
+    ReplayKey,
+    StepRecord,
+    digest_tensors,
+    trainable,
+)
 
 Weights = dict[str, Tensor]
 OnStep = Callable[[int], None]
@@ -82,22 +92,35 @@ class Site:
     expected_head: Head | None = None
     _digest: str | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+
     @property
     def ledger_path(self) -> Path:
         return self.home / "ledger.sqlite"
 
-    def data_digest(self) -> str | None:
+    def folder(self, run: str) -> Path:
+        """Where one run's state is kept: two runs on one home never see each other's."""
+        folder = self.home / "runs" / run
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         """Only seeded noise can be replayed, so only then inputs are compared."""
         if self.noise.name != "seeded":
             return None
+        path = self.home / "replay.key"
+        if not path.exists():
+            write_bytes(path, secrets.token_bytes(32))
         if self._digest is None:
             self._digest = self.data.digest()
-        return self._digest
+        context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
+        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 
-def request_digest(request: RoundRequest, weights: Weights) -> str:
-    """A request is known by run, round and weights."""
-    text = f"{request.run}\n{request.round}\n{digest_tensors(sorted(weights.items()))}"
+def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
+    """A request is known by run, round, client and weights."""
+    text = f"{request.run}\n{request.round}\n{client}\n{digest_tensors(sorted(weights.items()))}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -117,8 +140,9 @@ def load_weights(model: nn.Module, weights: Weights) -> None:
             parameter.copy_(weights[name])
 
 
-def run_terms(run: str, unit: str, method: Method, plan: Plan | None) -> RunTerms:
+def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None) -> RunTerms:
     return RunTerms(
+        noise=noise,
         run=run,
         method=method.name,
         unit=unit,
@@ -138,23 +162,35 @@ def client_round(
     The same request again gives the stored reply, with no new charge; other weights under the same
     run and round are refused. A round that was cut off is taken up at its last saved step.
     """
-    digest = request_digest(request, weights)
-    finished = read_tensors(site.home / "reply.safetensors")
-    about = finished[1] if finished else None
-    if about is not None and about["run"] == request.run:
-        if about["round"] == request.round:
-            if about["request"] != digest:
-                raise UserError(
-                    f"Round {request.round} was answered already, for other weights: refused."
-                )
-            assert finished is not None
-            return _reply_from(finished[0], about)
-        if about["round"] > request.round:
-            raise UserError(f"Round {request.round} lies before the last one answered: refused.")
-    else:
-        about = None
+    digest = request_digest(request, site.client, weights)
     with Ledger(site.ledger_path, expected=site.expected_head) as ledger:
-        return _train(request, weights, site, ledger, digest, about, on_step or (lambda _: None))
+        finished = _last_reply(site, request)
+        if finished is not None:
+            tensors, about = finished
+            if about["round"] > request.round:
+                raise UserError(
+                    f"Round {request.round} lies before the last one answered: refused."
+                )
+            if about["round"] == request.round:
+                if about["request"] != digest:
+                    raise UserError(
+                        f"Round {request.round} was answered already, for other weights: refused."
+                    )
+                return _reply_from(tensors, about)
+        previous = finished[1] if finished is not None else None
+        return _train(request, weights, site, ledger, digest, previous, on_step or _ignore)
+
+
+def _ignore(count: int) -> None:
+    """Nobody watches."""
+
+
+def _last_reply(site: Site, request: RoundRequest) -> tuple[Weights, dict[str, Any]] | None:
+    path = site.folder(request.run) / "reply.safetensors"
+    found = read_tensors(path)
+    if found is None and path.exists():
+        raise UserError(f"{path} cannot be read: it is damaged. Restore it from a backup.")
+    return found
 
 
 def _train(
@@ -171,12 +207,23 @@ def _train(
     if request.round not in request.own_rounds:
         raise UserError(f"Round {request.round} is not one of this client's own: refused.")
     plan = method.plan(experiment, site.data.units, len(request.own_rounds))
-    terms = run_terms(request.run, experiment.unit, method, plan)
+    if experiment.unit != site.data.unit:
+        raise UserError(
+            f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused."
+        )
+    terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     seeded = site.noise.name == "seeded"
     account = Account(ledger, terms, replayable=seeded) if plan is not None else None
     if account is None:
         ledger.reserve(terms)
         ledger.record_unbounded(request.run, request.round)
+    else:
+        remembered = previous["round"] if previous else -1
+        if any(remembered < r < request.round or r > request.round for r in account.rounds_paid):
+            raise UserError(
+                f"The ledger {site.ledger_path} knows rounds of this run that its home does not"
+                " remember: restore the home, or start a new run."
+            )
 
     model = site.build_model()
     load_weights(model, weights)
@@ -186,7 +233,7 @@ def _train(
     state = method.begin_round(state)
     trace: list[StepRecord] = []
     first = 0
-    saved = read_tensors(site.home / "progress.safetensors")
+    saved = read_tensors(site.folder(request.run) / "progress.safetensors")
     if saved is not None and saved[1]["request"] == digest:
         first, state, trace = _take_up(saved, method, model, optimiser)
     if account is not None:
@@ -205,7 +252,7 @@ def _train(
         optimiser=optimiser,
         batch=experiment.batch,
         clip=experiment.clip,
-        data_digest=site.data_digest(),
+        replay=site.replay_key(experiment),
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -215,22 +262,23 @@ def _train(
             break
         try:
             state, record = method.step(bench, step, experiment, plan, state)
-        except BudgetExhausted:
+        except BudgetExhausted as refusal:
             assert account is not None
+            state = refusal.state or state
             account.halt(request.round, step)
             halted = True
             break
         trace.append(record)
         on_step(1)
         if pace.due():
-            _save_progress(site, digest, model, optimiser, state, trace)
+            _save_progress(site, request, digest, model, optimiser, state, trace)
             pace.done()
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
     reply = RoundReply(report, _weights_of(model) if trace else None, tuple(trace))
     _save_reply(site, request, digest, state, reply)
-    (site.home / "progress.safetensors").unlink(missing_ok=True)
+    (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
 
 
@@ -257,6 +305,7 @@ def _weights_of(model: nn.Module) -> Weights:
 
 def _save_progress(
     site: Site,
+    request: RoundRequest,
     digest: str,
     model: nn.Module,
     optimiser: Optimiser,
@@ -270,7 +319,7 @@ def _save_progress(
         "state": save_state(state),
         "trace": [asdict(r) for r in trace],
     }
-    write_tensors(site.home / "progress.safetensors", tensors, about, sync=False)
+    write_tensors(site.folder(request.run) / "progress.safetensors", tensors, about, sync=False)
 
 
 def _take_up(
@@ -299,7 +348,7 @@ def _save_reply(
         "report": asdict(reply.report),
         "trace": [asdict(r) for r in reply.trace],
     }
-    write_tensors(site.home / "reply.safetensors", reply.weights or {}, about)
+    write_tensors(site.folder(request.run) / "reply.safetensors", reply.weights or {}, about)
 
 
 def _reply_from(tensors: Weights, about: dict[str, Any]) -> RoundReply:

@@ -101,6 +101,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             seed=experiment.seed,
             units_per_client=experiment.units_per_client,
             keep_groups=experiment.keep_groups,
+            unit=experiment.unit,
         )
     schedule = draw_schedule(
         clients,
@@ -112,6 +113,11 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         raise UserError(
             f"homes names {len(experiment.homes)} folders for {clients} clients: name one each."
         )
+    if (
+        experiment.homes is not None
+        and len({Path(h).resolve() for h in experiment.homes}) < clients
+    ):
+        raise UserError("homes names one folder twice: every client needs a home of its own.")
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):
         units = _units(train, shard, experiment.unit)
@@ -127,5 +133,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
         # All homes are asked before any is charged: one refusal must not cost the others.
         with Ledger(Path(home) / "ledger.sqlite") as book:
-            book.check(run_terms("a new run", experiment.unit, method, plan))
+            book.check(
+                run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
+            )
     return Federation(experiment, method, data, parts, schedule, tuple(plans))

@@ -48,6 +48,15 @@ class Account:
         return self._filter_after(self._charges).spent
 
     @property
+    def _last(self) -> tuple[int, int]:
+        return max((c.round, c.step) for c in self._charges)
+
+    @property
+    def rounds_paid(self) -> set[int]:
+        """The rounds in which this run has paid for a step."""
+        return {c.round for c in self._charges}
+
+    @property
     def head(self) -> Head:
         return self._ledger.head
 
@@ -94,7 +103,12 @@ class Account:
                 )
             self._filter = self._filter.after(cost)
             return
-        after = self._filter.after(cost)
+        if self._replayable and self._charges and (round_number, step) <= self._last:
+            raise UserError(
+                f"Step {step} of round {round_number} lies before steps that were paid for already:"
+                " this run's files do not belong together. Start a new run."
+            )
+        after = self._filter_after(self._charges).after(cost)  # all that is recorded counts
         if not self._ledger.lifetime_admits(rate, sigma):
             raise BudgetExhausted("the population's lifetime budget does not cover another step")
         self._ledger.charge(charge)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 
 
 class BudgetExhausted(Exception):
-    """The filter refused a step: nothing was drawn and nothing was charged for it."""
+    """A filter refused a step.
+
+    Raised before anything is drawn or charged; only the published rule's own filter speaks after
+    its signal was released and paid for, and then hands over the state it has come to.
+    """
+
+    def __init__(self, message: str, state: object = None) -> None:
+        super().__init__(message)
+        self.state = state
 
 
 def add_up(total: float, cost: float) -> float:

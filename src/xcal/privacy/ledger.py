@@ -264,6 +264,12 @@ class Ledger:
     def check(self, run: RunTerms) -> None:
         """Refuse, in one sentence, a new run that the ledger's terms do not allow."""
         limited = self.terms.epsilon is not None
+        if run.noise != "secure" and limited and not self.terms.simulated:
+            raise refuse(
+                self.path,
+                "protects a real population, and the run's noise comes from a seed: set noise ="
+                " 'secure'.",
+            )
         if run.epsilon is None and limited:
             raise refuse(
                 self.path,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xcal.errors import UserError
-from xcal.privacy.accounting import budget_at, reference_cost
+from xcal.privacy.accounting import budget_at, joint_sigma, reference_cost
 
 SCHEMA = 1
 GENESIS = "0" * 64
@@ -56,6 +56,7 @@ class Terms:
     delta: float | None
     rule: str = "sum"
     order: float | None = None
+    simulated: bool = False  # made by a simulation for itself: seeded noise may be charged to it
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class RunTerms:
     order: float | None
     budget: float | None
     steps: int
+    noise: str = "secure"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def head_path(path: Path) -> Path:
 
 
 def read_head(path: Path) -> Head | None:
-    """The newest complete line of the head file beside a ledger; None where there is no file."""
+    """The newest complete line of the head file beside a ledger; None where there is none."""
     try:
         text = head_path(path).read_text()
     except FileNotFoundError:
@@ -127,7 +129,7 @@ def read_head(path: Path) -> Head | None:
         parts = line.split()
         if len(parts) == 2 and parts[0].isdigit() and len(parts[1]) == 64:
             return Head(int(parts[0]), parts[1])
-    return Head(0, GENESIS)
+    return None
 
 
 def refuse(path: Path, what: str) -> UserError:
@@ -223,13 +225,21 @@ def check_spending(rows: Sequence[Row]) -> Verification:
     def bad(row: Row, what: str) -> Verification:
         return Verification(False, len(rows), what, row.seq)
 
+    halted: set[str] = set()
     for row in rows:
+        if row.kind == "halt":
+            halted.add(row.body["run"])
         if row.kind != "charge":
             continue
         charge = charge_of(row)
         run = runs.get(charge.run)
         if run is None or run.order is None or run.budget is None:
             return bad(row, "charges a run that was never reserved")
+        if charge.run in halted:
+            return bad(row, "charges a run that had halted")
+        joint = joint_sigma(*(r.noise / r.sensitivity for r in charge.releases))
+        if not math.isclose(joint, charge.sigma, rel_tol=1e-9):
+            return bad(row, "charges other noise than it releases with")
         expected = cost_at(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")

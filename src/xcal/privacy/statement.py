@@ -77,7 +77,8 @@ def _warnings(situation: Situation) -> list[str]:
             " knows or guesses the seed; models of runs that share a seed must not be released"
             " together as private."
         )
-    if situation.plans and situation.shared_units:
+    torn = situation.unit == "group" and situation.groups_split
+    if situation.plans and (situation.shared_units or torn):
         found.add(
             "Some units stand at several clients: such a unit pays the sum of those clients' costs"
             " at one common order, which is more than the stated epsilon."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -39,7 +40,8 @@ class Batch:
 class LocalData:
     """A client's images, drawn by unit of privacy.
 
-    `units` is the declared number of units n: public and constant, the same for neighbours.
+    `units` is the number of units n, which the client declares: public and constant, the same for
+    neighbours, since a null unit is a unit.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LocalData:
         brightness: float = 1.0,
         device: str = "cpu",
     ) -> None:
+        self.unit = unit
         self._images = images
         self._table = UnitTable.of("group" if unit == "group" else "record", images.groups)
         self._images_per_unit = images_per_unit
@@ -137,6 +140,14 @@ class Optimiser:
 
 
 @dataclass(frozen=True)
+class ReplayKey:
+    """What tells a redone step from another one: all that stays the same, and a local secret."""
+
+    secret: bytes
+    context: str  # digest of data, configuration and versions
+
+
+@dataclass(frozen=True)
 class Bench:
     """The tools of one client in one round. Steps read it; only the model and account change."""
 
@@ -152,7 +163,7 @@ class Bench:
     optimiser: Optimiser
     batch: int  # expected batch B: the constant divisor
     clip: float
-    data_digest: str | None  # under seeded noise only
+    replay: ReplayKey | None = None  # under seeded noise only
 
     @property
     def rate(self) -> float:
@@ -167,16 +178,15 @@ class Bench:
     def inputs(self, step: int, *settings: object) -> str | None:
         """Digest of all that determines this step's release; None under secure noise.
 
-        Weights, data, the noise's key and every number that shapes the release: a redone step may
-        reuse its noise only where all of it is the same.
+        Weights, data, the noise's key, the whole configuration and every number that shapes the
+        release: a redone step may reuse its noise only where all of it is the same.
         """
-        if self.data_digest is None:
+        if self.replay is None:
             return None
         weights = digest_tensors(self.model.state_dict().items())
-        text = repr(
-            (weights, self.data_digest, self.key(step, ""), self.batch, self.clip, settings)
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
+        text = repr((weights, self.replay.context, self.key(step, ""), settings))
+        # Keyed, since the chain of these digests travels: it must not confirm a guess at the data.
+        return hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,10 @@ def _broken_units(
     return broken
 
 
+def _only(parts: Components, kept: Tensor) -> Components:
+    return Components(parts.logit_drop[kept], parts.margin[kept], parts.concentration[kept])
+
+
 # --- the paper's ----------------------------------------------------------------------------------
 
 
@@ -343,8 +347,11 @@ def paper_step(
         if bool((broken & ~sums.dropped.cpu().numpy()).any()):
             bad = torch.from_numpy(broken).to(batch.units.device)
             sums = clipped_sum(bench, batch.without(bad))
-        # lines 9–13: Δℓ, m, c and s_raw, clipped to [0, 1]
-        raw = batch_score(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
+        # lines 9–13: Δℓ, m, c and s_raw, clipped to [0, 1]; broken units are as good as absent
+        whole = torch.from_numpy(~broken).to(batch.units.device)[batch.units[chosen]]
+        raw = batch_score(
+            _only(parts, whole), rule.signal.alpha, rule.signal.beta, rule.signal.gamma
+        )
         # line 14: s̃ ← clip(s_raw + N(0, σ_s²), 0, 1)
         noisy = release_scalar(raw, plan.sigma_signal, bench.noise, bench.key(step, "signal"))
         signal = min(max(noisy, 0.0), 1.0)
@@ -358,7 +365,10 @@ def paper_step(
         k += 1
     signals = state.signals + (plan.sigma_signal is not None)
     if k == len(band.sigmas):
-        raise BudgetExhausted("the paper's filter admits no multiplier of the band")
+        raise BudgetExhausted(
+            "the paper's filter admits no multiplier of the band",
+            replace(state, s=s, signals=signals),
+        )
     # line 21: charge the paper's accountant
     state = PaperState(s, tuple((spent + band.paper_costs[k]).tolist()), signals)
     # lines 22–25: clip, add noise, update
