@@ -1,0 +1,111 @@
+"""`xcal evaluate`: all metrics of a run's model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def evaluate_command(
+    run: Path = typer.Argument(..., help="The folder of a finished run."),
+    data: str | None = typer.Argument(
+        None, help="Another data set with the same classes; the run's own if not given."
+    ),
+    images: int | None = typer.Option(
+        None, min=0, help="How many test images are explained; as many as in the run if not given."
+    ),
+    against: Path | None = typer.Option(
+        None, help="Another run, usually without privacy: how alike are the maps?"
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+) -> None:
+    """Measure a trained model: the classifier on all test images, explanations on a subset."""
+    from xcal.report.evaluation import evaluate_run
+    from xcal.report.runs import load_data, load_run
+
+    loaded = load_run(run)
+    other = load_run(against) if against is not None else None
+    found = evaluate_run(loaded, load_data(loaded, data), explained=images, against=other)
+    if as_json:
+        typer.echo(json.dumps({"run": run.name, **found}, indent=2))
+        return
+    _show(Console(), found)
+
+
+def _show(console: Console, found: dict[str, Any]) -> None:
+    from xcal.cli.show import number
+
+    measured = found["classification"]
+    console.print(_summary(found))
+    per_class = Table(title="By class", title_justify="left")
+    per_class.add_column("class")
+    for name in ("images", "sensitivity", "specificity", "AUROC"):
+        per_class.add_column(name, justify="right")
+    for k, name in enumerate(found["classes"]):
+        per_class.add_row(
+            name,
+            str(sum(measured["confusion_matrix"][k])),
+            number(measured["sensitivity"][k]),
+            number(measured["specificity"][k]),
+            number(measured["auroc_per_class"][k]),
+        )
+    console.print(per_class)
+    confusion = Table(title="Truth in rows, answers in columns", title_justify="left")
+    confusion.add_column("")
+    for name in found["classes"]:
+        confusion.add_column(name, justify="right")
+    for name, counts in zip(found["classes"], measured["confusion_matrix"], strict=True):
+        confusion.add_row(name, *map(str, counts))
+    console.print(confusion)
+
+
+def _summary(found: dict[str, Any]) -> Table:
+    from xcal.cli.show import number
+
+    measured, explained = found["classification"], found["explanations"]
+    table = Table(
+        title=f"{found['method']} on {measured['images']} test images of {found['data']}",
+        title_justify="left",
+    )
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("what it is")
+    rows = [
+        ("macro F1", measured["macro_f1"], "mean over the classes, 0 to 1"),
+        ("accuracy", measured["accuracy"], "share of right answers"),
+        ("balanced accuracy", measured["balanced_accuracy"], "mean sensitivity of the classes"),
+        ("AUROC", measured["auroc"], "one class against the rest, mean; 0.5 is chance"),
+        ("calibration error", measured["calibration_error"], "confidence against truth; 0 is best"),
+    ]
+    if explained is not None:
+        road = explained["road"]
+        rows += [
+            ("ROAD", road["road"], f"on confidence, -0.5 to 0.5, {road['images']} images"),
+            ("ROAD, logits, %", road["road_logit_percent"], "relative; without bounds"),
+            ("insertion AUC", explained["insertion_auc"], "higher is better, 0 to 1"),
+            ("deletion AUC", explained["deletion_auc"], "lower is better, 0 to 1"),
+        ]
+        place = explained.get("localisation")
+        if place is not None:
+            area = number(place["area"])
+            rows += [
+                ("pointing game", place["pointing"], f"highest pixel in the region; chance {area}"),
+                ("saliency inside", place["inside"], f"share in the region; chance {area}"),
+            ]
+    if found["sanity_check"]:
+        last = found["sanity_check"][-1]["rank_correlation"]
+        rows.append(("sanity check", last, "maps against those of scrambled weights; near 0"))
+    if found["agreement"] is not None:
+        alike = found["agreement"]
+        rows += [
+            ("agreement, ranks", alike["rank_correlation"], "with the other run's maps, -1 to 1"),
+            ("agreement, top 20 %", alike["overlap"], "intersection over union, 0 to 1"),
+        ]
+    for name, value, meaning in rows:
+        table.add_row(name, number(value), meaning)
+    return table

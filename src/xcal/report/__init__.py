@@ -1,0 +1,1 @@
+"""What was trained, shown: reads runs and draws them, never trains."""

@@ -1,0 +1,96 @@
+"""A finished run, read back: its experiment, its network with the trained weights, its classes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from torch import nn
+
+from xcal.config import Experiment
+from xcal.data import catalog
+from xcal.data.images import ImageData, Images
+from xcal.errors import UserError
+from xcal.federation.files import read_tensors
+from xcal.federation.folder import RunFolder
+from xcal.federation.setup import DATA_SEED
+from xcal.models.registry import build_network
+
+
+class LoadedRun(NamedTuple):
+    """The model is in evaluation mode, on the CPU, and its weights are those of the last round."""
+
+    experiment: Experiment
+    model: nn.Module
+    classes: tuple[str, ...]
+
+
+def load_run(folder: Path) -> LoadedRun:
+    """Rebuild the network of the finished run in `folder` and load its weights.
+
+    Everything is read from the folder: a file of published weights that the run started from need
+    not be there any more. Names and shapes must agree exactly, or it is a `UserError`.
+    """
+    experiment = RunFolder.find(folder).experiment
+    path = folder / "model.safetensors"
+    found = read_tensors(path)
+    if found is None:
+        if path.exists():
+            raise UserError(f"{path} cannot be read: it is damaged. Restore it from a backup.")
+        raise UserError(
+            f"The run in {folder} is not finished: continue it with `xcal run --resume {folder}`."
+        )
+    weights, about = found
+    classes = about.get("classes")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise UserError(f"{path} does not name its classes: it was not written by a run.")
+    # The run's own weights replace all of the network's, so what it started from is not needed.
+    model = build_network(experiment.model_copy(update={"weights": None}), len(classes))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise UserError(
+            f"The weights in {path} do not fit the network {experiment.network!r} as it is built"
+            " now: use the version of the code that the run's card.md names."
+        ) from None
+    return LoadedRun(experiment, model.eval(), tuple(classes))
+
+
+def load_data(run: LoadedRun, name: str | None = None) -> ImageData:
+    """The run's data set, or the one called `name`, at the run's size and with its classes.
+
+    Another set may list the classes in another order: labels are renumbered into the run's.
+    """
+    experiment = run.experiment
+    wanted = name or experiment.data
+    data = catalog.load(wanted, pixels=experiment.pixels, seed=DATA_SEED)
+    if data.classes == run.classes:
+        return data
+    missing = [c for c in run.classes if c not in data.classes]
+    unknown = [c for c in data.classes if c not in run.classes]
+    if missing or unknown:
+        difference = (
+            f"it has no class {missing[0]!r}" if missing else f"it has a class {unknown[0]!r}"
+        )
+        raise UserError(
+            f"The data set {wanted!r} cannot judge this run: {difference}, and the run's classes"
+            f" are {', '.join(run.classes)}."
+        )
+    return _renumbered(data, run.classes)
+
+
+def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
+    number = np.array([classes.index(name) for name in data.classes], dtype=np.int64)
+
+    def relabelled(images: Images) -> Images:
+        return replace(images, labels=number[images.labels])
+
+    return replace(
+        data,
+        classes=classes,
+        train=relabelled(data.train),
+        validation=relabelled(data.validation),
+        test=relabelled(data.test),
+    )
