@@ -43,7 +43,7 @@ def is_dicom_name(name: str) -> bool:
 
 
 @contextmanager
-def strict_pillow() -> Iterator[None]:
+def strict_decoding() -> Iterator[None]:
     """Have Pillow's own alarm about oversized images raised instead of printed.
 
     Warning filters belong to the process, so this goes around a whole import, not one thread.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xcal.data import store
 from xcal.data.chestxray import chest_xray, is_chest_xray
-from xcal.data.decode import strict_pillow
+from xcal.data.decode import strict_decoding
 from xcal.data.files import BadFile, Files, FolderFiles, open_files
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
 from xcal.data.isic import is_isic, isic
@@ -85,22 +85,21 @@ def import_dataset(
     if path.suffix.lower() != ".npz":
         files = FolderFiles(path.parent) if _is_table(path) else open_files(path)
     try:
-        listing = recognise(path, files, kind, task)
-        name = store.check_name(name or listing.default_name)
-        key = _key(path, files, listing, pixels, skip_bad)
-        with store.exclusive(name):
-            before = _standing(name, pixels)
-            if before is not None and before.key == key:
-                return ImportSummary(before, already_there=True)
-            if before is not None and not replace:
-                raise UserError(
-                    f"{name!r} at {pixels} pixels already holds other images (from "
-                    f"{before.source}); choose another --name, or --replace it."
-                )
-            return ImportSummary(
-                _decode_all(path, listing, name, pixels, key, skip_bad, progress),
-                already_there=False,
-            )
+        with strict_decoding():
+            listing = recognise(path, files, kind, task)
+            name = store.check_name(name or listing.default_name)
+            key = _key(path, files, listing, pixels, skip_bad)
+            with store.exclusive(name):
+                before = _standing(name, pixels)
+                if before is not None and before.key == key:
+                    return ImportSummary(before, already_there=True)
+                if before is not None and not replace:
+                    raise UserError(
+                        f"{name!r} at {pixels} pixels already holds other images (from "
+                        f"{before.source}); choose another --name, or --replace it."
+                    )
+                info = _decode_all(path, listing, name, pixels, key, skip_bad, progress)
+                return ImportSummary(info, already_there=False)
     finally:
         if files is not None:
             files.close()
@@ -179,7 +178,7 @@ def _decode_all(
     done = 0
     number_of = {group: i for i, group in enumerate(sorted({r.group for r in records}))}
     counts: dict[str, SplitCounts] = {}
-    with store.fresh_folder(name, pixels) as folder, strict_pillow():
+    with store.fresh_folder(name, pixels) as folder:
         for split in SPLITS:
             kept = []
             with (folder / f"{split}.pixels.u8").open("wb") as out:
