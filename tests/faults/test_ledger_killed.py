@@ -79,7 +79,7 @@ with Ledger(path) as ledger:
         client="0", method="xcal", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=LocalData(images, unit="record", images_per_unit=1),
         noise=Stopping(), account=Account(ledger, terms, replayable=False),
-        optimiser=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0, data_digest=None,
+        optimiser=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
     )
     xcal_step(bench, 0, XcalRule(plan, SignalSettings()), XcalState())
 """
