@@ -7,7 +7,7 @@ import sys
 import typer
 
 import xcal
-from xcal.cli import demo, evaluate, ledger, plan, run
+from xcal.cli import demo, evaluate, explain, ledger, plan, run
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ app.command("plan")(plan.plan_command)
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
 app.command("evaluate")(evaluate.evaluate_command)
+app.command("explain")(explain.explain_command)
 app.add_typer(ledger.app, name="ledger")
 
 

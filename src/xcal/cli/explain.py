@@ -1,0 +1,80 @@
+"""`xcal explain`: what a trained model says of images, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from xcal.errors import UserError
+
+PAGE = "explanations.html"
+
+
+def explain_command(
+    run: Path = typer.Argument(..., help="The folder of a finished run."),
+    images: list[str] = typer.Argument(
+        ..., help="Image files, folders of them, or test:ID or test:N of the run's test split."
+    ),
+    out: Path = typer.Option(Path("explanations"), help="Where the pictures and the page go."),
+    method: Literal["gradcam", "gradcam++", "hirescam"] = typer.Option(
+        "gradcam", "--map", help="How maps are made."
+    ),
+) -> None:
+    """Explain images: prediction, map, what covering its top does, and the ROAD curve.
+
+    Writes a PNG for each image and one HTML page with all of them that needs no other file.
+    """
+    from xcal.federation.files import write_bytes
+    from xcal.federation.folder import RunFolder
+    from xcal.report.drawing import answer_text, save_explanation
+    from xcal.report.explaining import explain_pictures
+    from xcal.report.page import explanations_page
+    from xcal.report.pictures import file_names, find_pictures
+    from xcal.report.runs import load_run
+
+    loaded = load_run(run)
+    pictures = find_pictures(loaded, images)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"The folder {out} cannot be made: {error.strerror}.") from None
+    found = explain_pictures(loaded, pictures, method=method)
+    names = file_names(pictures)
+    for name, explanation in zip(names, found, strict=True):
+        save_explanation(out / name, explanation)
+    result = RunFolder.find(run).result or {}
+    page = explanations_page(
+        loaded,
+        found,
+        epsilon=result.get("epsilon_target"),
+        delta=result.get("delta"),
+        method=method,
+    )
+    write_bytes(out / PAGE, page.encode())
+
+    table = Table(title=f"{loaded.experiment.method} on {loaded.experiment.data}")
+    table.title_justify = "left"
+    for heading in ("image", "truth", "prediction", "with its top covered", "ROAD"):
+        table.add_column(heading, justify="right" if heading == "ROAD" else "left")
+    for item in found:
+        row = (
+            item.name,
+            item.truth or "–",
+            answer_text(item.answer),
+            answer_text(item.covered_answer),
+            f"{item.road:+.3f}",
+        )
+        table.add_row(*map(escape, row))  # a name with brackets is a name, not a style
+    console = Console()
+    console.print(table)
+    for item in found:
+        for note in item.notes:
+            console.print(f"{item.name}: {note}", highlight=False, markup=False)
+    console.print(
+        f"One picture each and the page {PAGE} are in {out}.", highlight=False, markup=False
+    )

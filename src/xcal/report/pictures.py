@@ -1,0 +1,131 @@
+"""Which images are to be explained: files, folders of files, or images of the run's test split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.data.decode import DICOM_ENDINGS, FORMATS, is_dicom_name, is_image_name, strict_decoding
+from xcal.data.dicom import decode_dicom, decode_file
+from xcal.data.files import BadFile, FolderFiles
+from xcal.data.images import Images
+from xcal.errors import UserError
+from xcal.report.runs import LoadedRun, load_data
+
+TEST = "test:"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One square RGB image of the run's size; `label` where the truth is known."""
+
+    name: str
+    pixels: NDArray[np.uint8]
+    label: int | None = None
+
+
+def find_pictures(run: LoadedRun, words: Sequence[str]) -> list[Picture]:
+    """The images that `words` name, in that order.
+
+    A word is a file, a folder (all images in it and below, by name), or `test:` and an image's id
+    or its place in the run's own test split. Anything that cannot be read is a `UserError` that
+    names it: a page with an image left out in silence would be taken for the whole.
+    """
+    pixels = run.experiment.pixels
+    test: Images | None = None
+    found: list[Picture] = []
+    with strict_decoding():
+        for word in words:
+            if word.startswith(TEST):
+                test = test if test is not None else load_data(run).test
+                found.append(_from_test(test, word.removeprefix(TEST)))
+            elif Path(word).is_dir():
+                found += _from_folder(Path(word), pixels)
+            else:
+                found.append(_from_file(Path(word), pixels))
+    return found
+
+
+def file_names(pictures: Sequence[Picture]) -> list[str]:
+    """A plain PNG name for each picture; no two alike, also where case does not count."""
+    taken: set[str] = set()
+    names = []
+    for picture in pictures:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", picture.name).strip("-.")[:80] or "image"
+        name, number = stem, 1
+        while name.lower() in taken:
+            number += 1
+            name = f"{stem}-{number}"
+        taken.add(name.lower())
+        names.append(f"{name}.png")
+    return names
+
+
+def _from_test(test: Images, which: str) -> Picture:
+    place = np.flatnonzero(test.ids == which)
+    if len(place):
+        index = int(place[0])
+    elif which.isascii() and which.isdigit() and int(which) < len(test):
+        index = int(which)
+    else:
+        example = f" an id, as {TEST}{test.ids[0]}, or" if len(test) else ""
+        raise UserError(
+            f"{TEST}{which} names no image of the run's test split: give{example} a number from 0"
+            f" to {len(test) - 1}."
+        )
+    return Picture(str(test.ids[index]), np.asarray(test.pixels[index]), int(test.labels[index]))
+
+
+def _from_folder(folder: Path, pixels: int) -> list[Picture]:
+    files = FolderFiles(folder)
+    names = [name for name in files.sizes if is_image_name(name)]
+    if not names:
+        raise UserError(f"The folder {folder} holds no images ({_known_endings()}).")
+    pictures = []
+    for name in names:
+        try:
+            square, _ = decode_file(files, name, pixels)
+        except BadFile as problem:
+            raise _refused(folder / name, problem) from None
+        pictures.append(Picture(name, square))
+    return pictures
+
+
+def _from_file(path: Path, pixels: int) -> Picture:
+    if not path.is_file():
+        raise UserError(f"There is no image {path}: check the path.")
+    files = _OneFile(path)
+    try:
+        # DICOM files often have no ending; their first bytes tell.
+        if not is_image_name(path.name):
+            data = files.read(path.name)
+            if data[128:132] != b"DICM":
+                raise UserError(f"{path} is not named as an image ({_known_endings()}).")
+            square, _ = decode_dicom(data, pixels)
+        else:
+            square, _ = decode_file(files, path.name, pixels)
+    except BadFile as problem:
+        raise _refused(path, problem) from None
+    return Picture(path.name, square)
+
+
+class _OneFile(FolderFiles):
+    """A single file with the checks of a folder's, without a walk through its neighbours."""
+
+    def __init__(self, path: Path) -> None:
+        self._root = path.parent
+        self.sizes = {path.name: path.stat().st_size}
+
+
+def _refused(path: Path, problem: BadFile) -> UserError:
+    kind = "DICOM file" if is_dicom_name(path.name) else "image"
+    return UserError(f"The {kind} {path} {problem}: mend it or leave it out.")
+
+
+def _known_endings() -> str:
+    return ", ".join([*FORMATS, *DICOM_ENDINGS])
