@@ -296,3 +296,33 @@ def test_an_npz_that_is_none_is_refused(tmp_path):
     np.savez(tmp_path / "y.npz", a=np.zeros(3))
     with pytest.raises(UserError, match="not the MedMNIST format"):
         import_dataset(tmp_path / "y.npz", pixels=28)
+
+
+def test_diagnoses_of_something_else_are_not_taken_for_skin(tmp_path):
+    rows = ["image,diagnosis,patient_id"]
+    rows += [f"{i}.png,{'covid' if i % 2 else 'healthy'},p{i}" for i in range(20)]
+    files = {f"{i}.png": picture(i) for i in range(20)}
+    files["metadata.csv"] = "\n".join(rows).encode()
+    info = import_dataset(write(tmp_path, files, False), name="lungs", pixels=16).info
+    assert (info.kind, info.classes) == ("csv", ("covid", "healthy"))
+
+
+def test_a_table_beside_class_folders_that_is_none_of_theirs_is_ignored(tmp_path):
+    files = {f"{cls}/{i}.png": picture(i) for cls in ("cat", "dog") for i in range(10)}
+    files["notes.csv"] = "Größe;Wert\nä;1".encode("latin-1")
+    files["empty.csv"] = b""
+    info = import_dataset(write(tmp_path, files, True), name="pets", pixels=16).info
+    assert info.kind == "folders"
+
+
+def test_a_table_pointed_at_wins_over_what_lies_beside_it(tmp_path):
+    files = chest_xray()
+    names = [n for n in files if n.endswith(".png")]
+    rows = ["path,label"] + [f"{n},{'left' if i % 2 else 'right'}" for i, n in enumerate(names)]
+    files["sides.csv"] = "\n".join(rows).encode()
+    folder = write(tmp_path, files, False)
+    info = import_dataset(folder / "sides.csv", name="sides", pixels=16).info
+    assert (info.kind, info.classes) == ("csv", ("left", "right"))
+    assert import_dataset(folder, pixels=16).info.kind == "chest-xray14"
+    entries = import_dataset(folder / "Data_Entry_2017.csv", name="again", pixels=16)
+    assert entries.info.kind == "chest-xray14"

@@ -20,13 +20,14 @@ _LISTS: tuple[tuple[str, Split], ...] = (
 )
 
 
-def is_chest_xray(files: Files) -> bool:
-    return find_table(files, "Data_Entry_2017") is not None
+def find_entries(files: Files) -> str | None:
+    """The table that the NIH publishes with the images."""
+    return find_table(files, "Data_Entry_2017")
 
 
 def chest_xray(files: Files, task: str | None) -> Listing:
     """`task`: any finding against none (default), or one named finding against the rest."""
-    table = find_table(files, "Data_Entry_2017")
+    table = find_entries(files)
     if table is None:
         raise UserError("The NIH layout needs Data_Entry_2017.csv beside the images.")
     rows = read_table(files, table)

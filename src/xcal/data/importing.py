@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data import store
-from xcal.data.chestxray import chest_xray, is_chest_xray
+from xcal.data.chestxray import chest_xray, find_entries
 from xcal.data.decode import strict_decoding
 from xcal.data.files import BadFile, Files, FolderFiles, open_files
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
-from xcal.data.isic import is_isic, isic
+from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, Listing, Record, assign_splits
 from xcal.data.medmnist import medmnist
 from xcal.data.store import DatasetInfo, SplitCounts
@@ -69,8 +69,9 @@ def import_dataset(
 ) -> ImportSummary:
     """Read the data set at `path` and keep it as `name` at `pixels` a side.
 
-    After it returns, `load(name)` opens the set. If it raises or the process dies, nothing has
-    changed: a set that was there before still is, and half a set is never taken for a whole one.
+    After it returns, `load(name)` opens the set. If it raises, nothing has changed. If the process
+    dies, half a set is never taken for a whole one; at worst, in the instant of a replacement,
+    neither the old nor the new one is in its place and the import is to be repeated.
     Files that cannot be used end it with a `BadFilesError` that names them all, or are left out
     with `skip_bad`. Another set of the same name and size is kept unless `replace`.
     """
@@ -114,16 +115,22 @@ def recognise(path: Path, files: Files | None, kind: Kind, task: str | None) -> 
         return medmnist(path, task)
     if kind == "medmnist":
         raise UserError(f"{path} is not an .npz file, which kind 'medmnist' reads.")
-    if kind == "chest-xray14" or (kind == "auto" and is_chest_xray(files)):
+    # A table that the user points at is the one to read, whatever else lies beside it.
+    given = path.name if _is_table(path) else None
+
+    def is_it(table: str | None) -> bool:
+        return kind == "auto" and table is not None and given in (None, table)
+
+    if kind == "chest-xray14" or is_it(find_entries(files)):
         return chest_xray(files, task)
-    if kind == "isic" or (kind == "auto" and not _is_table(path) and is_isic(files)):
+    if kind == "isic" or is_it(find_diagnoses(files)):
         return isic(files, task)
     if task is not None:
         raise UserError(f"This data set knows no task {task!r}; leave --task out.")
-    if kind == "blood-cells" or (kind == "auto" and is_blood_cells(files)):
+    if kind == "blood-cells" or (kind == "auto" and given is None and is_blood_cells(files)):
         return blood_cells(files)
     if kind in ("auto", "csv"):
-        table = path.name if _is_table(path) else find_labelled_table(files)
+        table = given or find_labelled_table(files)
         if table is not None:
             return labelled_table(files, table, plain_name)
         if kind == "csv":
@@ -259,10 +266,4 @@ def _write_split(
     groups = np.array([number_of[r.group] for r in records], np.int64)
     ids = np.array([r.id for r in records], dtype=np.str_)
     store.write_arrays(folder, split, labels, groups, ids)
-    per_group = np.unique(groups, return_counts=True)[1]
-    return SplitCounts(
-        images=len(records),
-        groups=len(per_group),
-        largest_group=int(per_group.max(initial=0)),
-        per_class=tuple(np.bincount(labels, minlength=n_classes).tolist()),
-    )
+    return store.count_split(labels, groups, n_classes)

@@ -7,10 +7,10 @@ from pathlib import PurePosixPath
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file
 from xcal.data.files import Files
-from xcal.data.listing import Listing, Record, find_table, read_table
+from xcal.data.images import RECORD_GROUPS
+from xcal.data.listing import Listing, Record, read_table, rows_or_none, tables
 from xcal.errors import UserError
 
-_TABLES = ("HAM10000_metadata", "ISIC", "metadata")
 _IMAGE = ("image_id", "isic_id", "image_name", "image")
 _DIAGNOSIS = ("dx", "diagnosis", "diagnosis_1", "benign_malignant")
 _GROUP = (("lesion_id", "lesion"), ("patient_id", "patient"))
@@ -26,42 +26,70 @@ _MALIGNANT = {
     "basal cell carcinoma",
     "squamous cell carcinoma",
 }
+_BENIGN = {
+    "nv",
+    "bkl",
+    "df",
+    "vasc",
+    "benign",
+    "nevus",
+    "naevus",
+    "seborrheic keratosis",
+    "dermatofibroma",
+    "vascular lesion",
+    "lentigo nos",
+    "solar lentigo",
+    "lichenoid keratosis",
+}
 _UNKNOWN = {"", "unk", "unknown", "indeterminate"}
 
 
-def is_isic(files: Files) -> bool:
-    table = find_table(files, *_TABLES)
-    if table is None:
-        return False
-    columns = set(read_table(files, table)[0])
-    return bool(columns.intersection(_IMAGE)) and bool(columns.intersection(_DIAGNOSIS))
+def find_diagnoses(files: Files) -> str | None:
+    """The table that names images and their diagnoses, if they are diagnoses of the skin."""
+    for name in tables(files):
+        rows = rows_or_none(files, name)
+        image, diagnosis = _columns(rows)
+        if image is not None and diagnosis is not None:
+            found = {row.get(diagnosis, "").lower() for row in rows}
+            if found <= _MALIGNANT | _BENIGN | _UNKNOWN:
+                return name
+    return None
+
+
+def _columns(rows: list[dict[str, str]]) -> tuple[str | None, str | None]:
+    columns = rows[0] if rows else {}
+    return (
+        next((c for c in _IMAGE if c in columns), None),
+        next((c for c in _DIAGNOSIS if c in columns), None),
+    )
 
 
 def isic(files: Files, task: str | None) -> Listing:
     """Malignant against benign (default), or `task="diagnosis"`: every diagnosis a class."""
     if task not in (None, "malignant", "diagnosis"):
         raise UserError(f"task is {task!r}, but must be malignant or diagnosis.")
-    table = find_table(files, *_TABLES)
+    table = find_diagnoses(files)
     if table is None:
-        raise UserError("The HAM10000 / ISIC layout needs its metadata CSV beside the images.")
+        raise UserError(
+            "The HAM10000 / ISIC layout needs a CSV that names images (image_id) and diagnoses of "
+            "the skin (dx) beside the images."
+        )
     rows = read_table(files, table)
-    columns = rows[0]
-    image_column = next((c for c in _IMAGE if c in columns), None)
-    diagnosis_column = next((c for c in _DIAGNOSIS if c in columns), None)
-    if image_column is None or diagnosis_column is None:
-        raise UserError(f"{table} needs a column for the image and one for the diagnosis.")
+    image_column, diagnosis_column = _columns(rows)
+    assert image_column is not None  # or the table would not have been found
+    assert diagnosis_column is not None
     group_column, group_name = next(
-        ((c, name) for c, name in _GROUP if c in columns), (None, "record")
+        ((c, name) for c, name in _GROUP if c in rows[0]), (None, RECORD_GROUPS)
     )
     by_diagnosis = task == "diagnosis"
-    rows_with = [row for row in rows if row[diagnosis_column].lower() not in _UNKNOWN]
+    rows_with = [row for row in rows if row.get(diagnosis_column, "").lower() not in _UNKNOWN]
     diagnoses = sorted({row[diagnosis_column].lower() for row in rows_with})
     classes = tuple(diagnoses) if by_diagnosis else ("benign", "malignant")
     images = {PurePosixPath(n).stem: n for n in files.sizes if is_image_name(n)}
     records = []
     absent = 0
     for row in rows_with:
-        image = images.get(PurePosixPath(row[image_column]).stem)
+        image = images.get(PurePosixPath(row.get(image_column, "")).stem)
         if image is None:
             absent += 1
             continue

@@ -83,14 +83,29 @@ def read_table(files: Files, name: str) -> list[dict[str, str]]:
     return rows
 
 
-def find_table(files: Files, *stems: str) -> str | None:
-    """The shallowest CSV whose name starts with one of `stems`, in any case."""
+def tables(files: Files) -> list[str]:
+    """The names of all CSVs, the shallowest first."""
     names = [n for n in files.sizes if n.lower().endswith((".csv", ".tsv"))]
-    names.sort(key=lambda n: (n.count("/"), n))
-    for name in names:
-        if PurePosixPath(name).name.lower().startswith(tuple(s.lower() for s in stems)):
+    return sorted(names, key=lambda n: (n.count("/"), n))
+
+
+def find_table(files: Files, stem: str) -> str | None:
+    """The shallowest CSV whose name starts with `stem`, in any case."""
+    for name in tables(files):
+        if PurePosixPath(name).name.lower().startswith(stem.lower()):
             return name
     return None
+
+
+def rows_or_none(files: Files, name: str) -> list[dict[str, str]]:
+    """As `read_table`, but a table that cannot be read is one without rows.
+
+    For looking at tables that may have nothing to do with the images.
+    """
+    try:
+        return read_table(files, name)
+    except UserError:
+        return []
 
 
 def assign_splits(

@@ -65,6 +65,19 @@ class DatasetInfo:
     format: int = FORMAT
 
 
+def count_split(
+    labels: NDArray[np.int64], groups: NDArray[np.int64], n_classes: int
+) -> SplitCounts:
+    """How many images, groups and images per class there are."""
+    per_group = np.unique(groups, return_counts=True)[1]
+    return SplitCounts(
+        images=len(labels),
+        groups=len(per_group),
+        largest_group=int(per_group.max(initial=0)),
+        per_class=tuple(np.bincount(labels, minlength=n_classes).tolist()),
+    )
+
+
 def home() -> Path:
     """Where xcal keeps what it made: `XCAL_HOME`, by default a folder by the XDG rules."""
     if given := os.environ.get("XCAL_HOME"):

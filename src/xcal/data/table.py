@@ -8,7 +8,7 @@ from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file, group_of_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split, read_table
+from xcal.data.listing import Listing, Record, Split, read_table, rows_or_none, tables
 from xcal.errors import UserError
 
 _PATH = ("path", "file", "filename", "file_name", "image", "image_path")
@@ -27,9 +27,9 @@ _SPLIT_OF: dict[str, Split] = {
 
 def find_labelled_table(files: Files) -> str | None:
     """The shallowest CSV that has a path and a label column."""
-    names = [n for n in files.sizes if n.lower().endswith((".csv", ".tsv"))]
-    for name in sorted(names, key=lambda n: (n.count("/"), n)):
-        columns = {c.lower() for c in read_table(files, name)[0]}
+    for name in tables(files):
+        rows = rows_or_none(files, name)
+        columns = {c.lower() for c in rows[0]} if rows else set()
         if columns.intersection(_PATH) and columns.intersection(_LABEL):
             return name
     return None
