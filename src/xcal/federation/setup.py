@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -76,6 +77,19 @@ def draw_schedule(
     )
 
 
+def _check_independence(network: nn.Module, side: int) -> None:
+    """Refuse a network whose answer to an image depends on its neighbours or on chance."""
+    images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
+    network.train()
+    with torch.no_grad():
+        together, again = network(images), network(images)
+        alone = torch.cat([network(image[None]) for image in images])
+    scale = 1e-3 * (1 + float(together.abs().max()))
+    for other, why in ((again, "answers at random"), (alone, "mixes the images of a batch")):
+        if not torch.allclose(together, other, rtol=0.0, atol=scale):
+            raise UserError(f"The network {why}, so one image's influence cannot be bounded.")
+
+
 def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     """Data, partition, schedule and plans: every refusal that can come, comes here.
 
@@ -128,8 +142,10 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             )
         own = sum(client in chosen for chosen in schedule)
         plans.append(method.plan(experiment, units, own) if own else None)
-    if method.private:  # refuse a network without a per-sample rule before anything is charged
-        ClippingEngine(build_network(experiment, len(data.classes)))
+    if method.private:  # refuse an unfit network before anything is charged
+        network = build_network(experiment, len(data.classes))
+        ClippingEngine(network)
+        _check_independence(network, train.pixels.shape[1])
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
         # All homes are asked before any is charged: one refusal must not cost the others.
         with Ledger(Path(home) / "ledger.sqlite") as book:

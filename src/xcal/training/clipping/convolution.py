@@ -18,6 +18,12 @@ from torch import Tensor
 # their numbers costs about as much as this many multiply-adds of a matrix product.
 _TOUCHES = 8
 
+# Numbers whose largest lies within 2^±20 can be multiplied and squared as they are.
+_SAFE_EXPONENT = 20
+
+# Output maps of at most this many pixels are tiny: see `forward`.
+_TINY_MAP = 8
+
 # At most this many numbers are unfolded at a time, so that im2col never dominates the memory.
 _UNFOLD_LIMIT = 1 << 21
 
@@ -53,13 +59,32 @@ def input_gradient(g: Tensor, x: Tensor, weight: Tensor, shape: ConvShape) -> Te
     return gradient
 
 
-def summed_weight_gradient(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shape: ConvShape
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution, and the patches it was made from if there were any.
+
+    On tiny maps the weights outweigh the images: unfolding these is cheap, and one matrix product
+    beats the library, forward and, with the same patches, in `summed_weight_gradient`.
+    """
+    made = _output_size(x, shape)
+    if shape.groups > 1 or shape.pointwise or math.prod(made) > _TINY_MAP or not len(x):
+        y = torch.conv2d(x, weight, bias, shape.stride, shape.padding, shape.dilation, shape.groups)
+        return y, None
+    patches = _patches(x, shape).transpose(1, 2).reshape(-1, math.prod(shape.weight_shape[1:]))
+    y = patches @ weight.flatten(1).T
+    if bias is not None:
+        y += bias
+    return y.view(len(x), *made, -1).permute(0, 3, 1, 2).contiguous(), patches
+
+
+def summed_weight_gradient(
+    g: Tensor, x: Tensor, shape: ConvShape, patches: Tensor | None = None
+) -> Tensor:
     """The weight gradient summed over all images, as in an ordinary backward pass."""
     if shape.pointwise and g.shape[2] * g.shape[3] == 1:
         return (g.flatten(1).T @ x.flatten(1)).view(shape.weight_shape)
-    if shape.groups == 1 and not shape.pointwise and g.shape[2] * g.shape[3] <= 8:
-        # On tiny maps the weights outweigh the images, and one product beats the library.
-        patches = _patches(x, shape).transpose(1, 2).reshape(-1, math.prod(shape.weight_shape[1:]))
+    if patches is not None:
         outer = g.flatten(2).transpose(0, 1).reshape(g.shape[1], -1)
         return (outer @ patches).view(shape.weight_shape)
     return _library_weight_gradient(g, x, shape, shape.weight_shape, shape.groups)
@@ -110,6 +135,30 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     proportional to (sum_p |g_p| |a_p|)^2, which the diagonals give for nothing, and is added. So
     a norm is never understated.
     """
+    g, g_exponent = _near_one(g)
+    x, x_exponent = _near_one(x)
+    scale = torch.exp2(2 * (g_exponent + x_exponent))
+    return scale * _gram_norms_near_one(g, x, shape)
+
+
+def _near_one(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Each unit's values times a power of two that brings the largest near 1, and its exponent.
+
+    Products of two very small numbers would underflow in a Gram matrix, and the norm be lost, while
+    the gradient itself, a product of a small and a huge number, is not small at all.
+    """
+    peak = torch.linalg.vector_norm(values.flatten(1), ord=math.inf, dim=1).double()
+    exponent = torch.floor(torch.log2(torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)))
+    if bool((exponent.abs() <= _SAFE_EXPONENT).all()):
+        return values, torch.zeros_like(exponent)
+    # In two steps: 2^127 times 2^-149 is within reach, 2^149 is not.
+    half = torch.floor(exponent / 2)
+    shape = (-1, *[1] * (values.dim() - 1))
+    first, second = (torch.exp2(-e).to(values.dtype).view(shape) for e in (half, exponent - half))
+    return values * first * second, exponent
+
+
+def _gram_norms_near_one(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     units, images = g.shape[:2]
     if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
         return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
@@ -158,6 +207,16 @@ def _tap_slices(padded: int, axis: int, shape: ConvShape) -> list[slice]:
     made = (padded - dilation * (kernel - 1) - 1) // stride + 1
     starts = (tap * dilation for tap in range(kernel))
     return [slice(start, start + stride * (made - 1) + 1, stride) for start in starts]
+
+
+def _output_size(x: Tensor, shape: ConvShape) -> tuple[int, int]:
+    high, wide = (
+        (x.shape[2 + axis] + 2 * shape.padding[axis] - shape.dilation[axis] * (kernel - 1) - 1)
+        // shape.stride[axis]
+        + 1
+        for axis, kernel in enumerate(shape.kernel)
+    )
+    return high, wide
 
 
 def _dense_rows(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from xcal.errors import UserError
 from xcal.training.clipping.book import Units
@@ -96,9 +97,16 @@ class ClippingEngine:
             raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
         _refuse_unsupported(self._model)
         batch = _checked_batch(images, labels, units, n_units)
-        if not len(images):
+        if images.is_cuda:
+            # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                return self._clip(batch, clip, capture)
+        return self._clip(batch, clip, capture)
+
+    def _clip(self, batch: _Batch, clip: float, capture: str | None) -> ClippedSum:
+        if not len(batch.images):
             return self._of_nobody(batch, capture)
-        if len(images) <= self._chunk:
+        if len(batch.images) <= self._chunk:
             return self._clip_together(batch, clip, capture)
         return self._clip_in_chunks(batch, clip, capture)
 
@@ -285,6 +293,10 @@ def _chunks(units: Units, images: int, limit: int) -> Iterator[tuple[Tensor, Ten
         start = stop
 
 
+def _draws(module: nn.Module) -> bool:
+    return not isinstance(module, _DropoutNd) or module.p > 0
+
+
 def _refuse_unsupported(model: nn.Module) -> None:
     """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
     for name, module in model.named_modules():
@@ -297,6 +309,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     f"{where} takes statistics from the batch, which mixes people's data: put it "
                     "in evaluation mode (norm = frozen), or use group norm"
                 )
+        if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
+            raise UserError(
+                f"{where} draws at random inside the network, which a redone step could not draw "
+                "again: remove it, or put it in evaluation mode"
+            )
         trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if trainable and not isinstance(module, _TRAINABLE_KINDS):
             raise UserError(

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from xcal.training.clipping.book import Book
 from xcal.training.clipping.convolution import (
     ConvShape,
+    forward,
     gram_is_cheaper,
     input_gradient,
     per_image_weight_gradient,
@@ -51,16 +52,15 @@ class Convolution(torch.autograd.Function):
         names: tuple[str | None, str | None],
         book: Book,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        y, patches = forward(x, weight, bias, shape)
+        ctx.save_for_backward(x, weight, patches)
         ctx.shape, ctx.names, ctx.book = shape, names, book
-        return torch.conv2d(
-            x, weight, bias, shape.stride, shape.padding, shape.dilation, shape.groups
-        )
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, patches = ctx.saved_tensors
         shape, book = ctx.shape, ctx.book
         weight_name, bias_name = ctx.names
         if bias_name is not None:
@@ -68,7 +68,7 @@ class Convolution(torch.autograd.Function):
         if weight_name is not None:
             read, reading = without_skipped_pixels(x, shape)
             if gram_is_cheaper(g, read, reading):
-                book.add_pair(weight_name, g, read, reading)
+                book.add_pair(weight_name, g, read, reading, patches)
             else:
                 book.add_parts(weight_name, per_image_weight_gradient(g, read, reading))
         onward = input_gradient(g, x, weight, shape) if ctx.needs_input_grad[0] else None
