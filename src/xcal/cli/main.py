@@ -7,7 +7,7 @@ import sys
 import typer
 
 import xcal
-from xcal.cli import demo, evaluate, explain, ledger, plan, run
+from xcal.cli import demo, evaluate, explain, ledger, panel, plan, run
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
 app.command("evaluate")(evaluate.evaluate_command)
 app.command("explain")(explain.explain_command)
+app.command("panel")(panel.panel_command)
 app.add_typer(ledger.app, name="ledger")
 
 

@@ -1,0 +1,275 @@
+"""The qualitative figure: the same test images under every method and every ε.
+
+One block an image. In a block the rows are the methods with a guarantee and the columns their ε,
+from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞. One colour
+scale serves all maps of the figure, so a pale map is a weak one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from xcal.data.images import Images
+from xcal.data.sampling import to_tensor
+from xcal.errors import UserError
+from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.inference import predict_logits
+from xcal.explain.overlay import colour_bar, overlay, picture
+from xcal.federation.folder import RunFolder
+from xcal.federation.setup import DATA_SEED
+from xcal.methods.registry import METHODS
+from xcal.report.drawing import percent
+from xcal.report.runs import LoadedRun, load_data, load_run
+from xcal.report.sheet import FAINT, INK, RIGHT, WRONG, Sheet, text_width
+
+_MARGIN = 28
+_GAP = 12  # between tiles
+_BLOCK_GAP = 52
+_CAPTION = 40  # two lines below a tile
+_HEAD = 30  # one line above a block
+_LETTERS = 15
+_SMALL = 13
+_SCALE_WIDTH = 760  # what the line below the blocks takes
+_WIDE = 1.45  # the shape a figure had best have: width by height
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the figure; `epsilon` is None without a guarantee."""
+
+    method: str
+    epsilon: float | None
+    run: LoadedRun
+
+
+@dataclass(frozen=True)
+class View:
+    """What one model says of one image."""
+
+    predicted: int
+    confidence: float
+    saliency: Tensor
+
+
+def load_entries(folders: Sequence[Path]) -> list[Entry]:
+    """The runs of a figure: finished, of one data set, one size, and no two for one place."""
+    entries: list[Entry] = []
+    places: dict[tuple[str, float | None], Path] = {}
+    for folder in folders:
+        run = load_run(folder)
+        result = RunFolder.find(folder).result
+        if result is None:
+            raise UserError(
+                f"The run in {folder} is not finished: continue it with `xcal run --resume"
+                f" {folder}`."
+            )
+        entry = Entry(run.experiment.method, result["epsilon_target"], run)
+        first = entries[0].run if entries else run
+        for what in ("data", "pixels"):
+            one, other = getattr(first.experiment, what), getattr(run.experiment, what)
+            if one != other:
+                raise UserError(
+                    f"The runs {folders[0]} and {folder} differ in {what} ({one} and {other}): a"
+                    " panel shows the same images throughout."
+                )
+        place = (entry.method, entry.epsilon)
+        if place in places:
+            shown = "∞" if entry.epsilon is None else f"{entry.epsilon:g}"
+            raise UserError(
+                f"{places[place]} and {folder} are both {entry.method} at ε = {shown}: give one of"
+                " them."
+            )
+        places[place] = folder
+        entries.append(entry)
+    return entries
+
+
+def choose_images(test: Images, count: int, classes: int) -> Images:
+    """`count` test images, the same for all runs: of each class in turn, drawn once for all."""
+    generator = np.random.default_rng([DATA_SEED, 13])
+    by_class = [generator.permutation(np.flatnonzero(test.labels == k)) for k in range(classes)]
+    deepest = max((len(members) for members in by_class), default=0)
+    order = [
+        int(members[depth])
+        for depth in range(deepest)
+        for members in by_class
+        if depth < len(members)
+    ]
+    return test.take(np.array(order[:count], dtype=np.int64))
+
+
+def save_panel(path: Path, folders: Sequence[Path], images: int = 4) -> None:
+    """Draw the figure of these runs on `images` test images and write it as a PNG."""
+    entries = load_entries(folders)
+    run = entries[0].run
+    shown = choose_images(load_data(run).test, images, len(run.classes))
+    if not len(shown):
+        raise UserError("There are no test images to show: choose one image or more.")
+    views = [_views(entry.run, shown) for entry in entries]
+    _Figure(entries, views, shown).draw().save(path)
+
+
+def _views(run: LoadedRun, images: Images) -> list[View]:
+    inputs = to_tensor(np.asarray(images.pixels))
+    confidence = predict_logits(run.model, inputs).double().softmax(dim=1).nan_to_num(0.0)
+    predicted = confidence.argmax(dim=1)
+    maps = gradcam_maps(run.model, inputs, predicted)
+    return [
+        View(int(k), float(row[k]), saliency)
+        for k, row, saliency in zip(predicted, confidence, maps, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which run stands where in a block: `cells` maps (row, column) to the run's number."""
+
+    methods: tuple[str, ...]  # of the rows; methods without a guarantee have none of their own
+    epsilons: tuple[float | None, ...]  # of the columns
+    cells: Mapping[tuple[int, int], int]
+
+    @property
+    def rows(self) -> int:
+        return 1 + max(row for row, _ in self.cells)
+
+
+def arrange(entries: Sequence[Entry]) -> Layout:
+    """Methods in the order they are always named, ε ascending, runs without a guarantee last."""
+    known = list(METHODS)
+
+    def rank(method: str) -> tuple[int, str]:
+        return (known.index(method) if method in known else len(known), method)
+
+    private = sorted({e.method for e in entries if e.epsilon is not None}, key=rank)
+    plain = sorted({e.method for e in entries if e.epsilon is None}, key=rank)
+    finite = sorted({e.epsilon for e in entries if e.epsilon is not None})
+    epsilons: list[float | None] = [*finite, *([None] if plain else [])]
+    cells = {}
+    for number, entry in enumerate(entries):
+        row = (plain if entry.epsilon is None else private).index(entry.method)
+        cells[row, epsilons.index(entry.epsilon)] = number
+    return Layout(tuple(private), tuple(epsilons), cells)
+
+
+def shared_peak(views: Sequence[Sequence[View]]) -> float:
+    """The highest value of any map of the figure, which gets the top colour; 0 if there is none."""
+    peaks = [float(view.saliency.max()) for row in views for view in row]
+    return max((peak for peak in peaks if math.isfinite(peak)), default=0.0)
+
+
+class _Figure:
+    """The drawing itself: sizes are worked out once, then block after block is drawn."""
+
+    def __init__(
+        self, entries: Sequence[Entry], views: Sequence[Sequence[View]], images: Images
+    ) -> None:
+        self.entries, self.views, self.images = entries, views, images
+        self.classes = entries[0].run.classes
+        self.layout = arrange(entries)
+        self.peak = shared_peak(views)
+        # Colours as they are: the figure shows images, not what the network makes of them.
+        self.colours = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
+        pixels = images.pixels.shape[1]
+        self.side = pixels * max(1, 128 // pixels) if pixels <= 128 else 144
+        self.step = self.side + _GAP
+        names = max((text_width(m, _LETTERS) for m in self.layout.methods), default=0.0)
+        self.label = math.ceil(names) + 24 if self.layout.methods else 8
+
+    def draw(self) -> Sheet:
+        count = len(self.images)
+        block = (
+            self.step + self.label + self.step * len(self.layout.epsilons) - _GAP,
+            _HEAD + self.layout.rows * (self.side + _CAPTION),
+        )
+        across = _blocks_across(count, block)
+        down = math.ceil(count / across)
+        width = 2 * _MARGIN + across * block[0] + (across - 1) * _BLOCK_GAP
+        height = 2 * _MARGIN + down * (block[1] + _BLOCK_GAP) + 20
+        sheet = Sheet(max(width, 2 * _MARGIN + _SCALE_WIDTH), height)
+        for number in range(count):
+            row, column = divmod(number, across)
+            left = _MARGIN + column * (block[0] + _BLOCK_GAP)
+            self._block(sheet, number, left, _MARGIN + row * (block[1] + _BLOCK_GAP))
+        self._scale(sheet, height - _MARGIN)
+        return sheet
+
+    def _block(self, sheet: Sheet, number: int, left: int, top: int) -> None:
+        """One test image under all runs."""
+        body, start = top + _HEAD, left + self.step + self.label
+        truth = self.classes[int(self.images.labels[number])]
+        middle = left + self.side / 2
+        sheet.text((middle, top + 16), "image", _LETTERS, fill=FAINT, anchor="middle")
+        sheet.paste(picture(self.colours[number], side=self.side), (left, body))
+        self._caption(sheet, (left, body), truth, "true class", INK)
+        for k, epsilon in enumerate(self.layout.epsilons):
+            shown = "ε = ∞" if epsilon is None else f"ε = {epsilon:g}"
+            middle = start + k * self.step + self.side / 2
+            sheet.text((middle, top + 16), shown, _LETTERS, fill=FAINT, anchor="middle")
+        for r in range(self.layout.rows):
+            y = body + r * (self.side + _CAPTION)
+            if r < len(self.layout.methods):
+                method = self.layout.methods[r]
+                sheet.text((start - 12, y + self.side / 2 + 5), method, _LETTERS, anchor="right")
+            for k in range(len(self.layout.epsilons)):
+                self._cell(sheet, (start + k * self.step, y), (r, k), number)
+
+    def _cell(
+        self, sheet: Sheet, corner: tuple[int, int], place: tuple[int, int], number: int
+    ) -> None:
+        found = self.layout.cells.get(place)
+        guaranteed = self.layout.epsilons[place[1]] is not None
+        if found is None:
+            if guaranteed and place[0] < len(self.layout.methods):
+                middle = (corner[0] + self.side / 2, corner[1] + self.side / 2 + 4)
+                sheet.box(corner, (self.side, self.side))
+                sheet.text(middle, "no run", _SMALL, fill=FAINT, anchor="middle")
+            return
+        view = self.views[found][number]
+        tile = overlay(self.colours[number], view.saliency, side=self.side, peak=self.peak)
+        sheet.paste(tile, corner)
+        right = view.predicted == int(self.images.labels[number])
+        second = percent(view.confidence)
+        if not guaranteed:  # it belongs to no row, so it says itself what it is
+            second += f" · {self.entries[found].method}"
+        name = self.classes[view.predicted]
+        self._caption(sheet, corner, name, second, RIGHT if right else WRONG)
+
+    def _caption(
+        self, sheet: Sheet, corner: tuple[int, int], first: str, second: str, colour: str
+    ) -> None:
+        x, y = corner[0], corner[1] + self.side
+        sheet.text((x, y + 17), first, _LETTERS, fill=colour, longest=self.side)
+        sheet.text((x, y + 34), second, _SMALL, fill=FAINT, longest=self.side)
+
+    def _scale(self, sheet: Sheet, y: int) -> None:
+        """The one colour scale of all maps, with its ends, and what the letters' colours say."""
+        x = float(_MARGIN)
+        for text in ("Grad-CAM of the predicted class   ", "0 "):
+            sheet.text((x, y), text, _SMALL, fill=FAINT)
+            x += text_width(text, _SMALL)
+        sheet.paste(colour_bar(160, 12), (round(x), y - 11))
+        x += 168
+        top = f"{self.peak:.3g}, the highest of all maps      "
+        sheet.text((x, y), top, _SMALL, fill=FAINT)
+        x += text_width(top, _SMALL)
+        for text, colour in (("answer: ", FAINT), ("right ", RIGHT), (" wrong", WRONG)):
+            sheet.text((x, y), text, _SMALL, fill=colour)
+            x += text_width(text, _SMALL)
+
+
+def _blocks_across(count: int, block: tuple[int, int]) -> int:
+    """How many blocks side by side bring the figure nearest to the shape it had best have."""
+
+    def distance(across: int) -> float:
+        shape = across * block[0] / (math.ceil(count / across) * block[1])
+        return abs(math.log(shape / _WIDE))
+
+    # An unfilled last row looks unfinished: rather a less handsome shape.
+    whole = [n for n in range(1, count + 1) if count % n == 0]
+    return min(whole, key=distance)
