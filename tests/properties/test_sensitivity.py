@@ -221,7 +221,7 @@ def with_null_unit(batch: Batch, unit: int) -> Batch:
 
 @pytest.mark.parametrize("unit", ["record", "group"])
 @pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper"])
-@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=10, deadline=None, phases=UNSHRUNK)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),
@@ -269,7 +269,7 @@ def test_one_unit_moves_every_release_by_at_most_what_was_paid_for(
     assert both.charge["rate"] == EXPECTED / UNITS
 
 
-@settings(max_examples=15, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=10, deadline=None, phases=UNSHRUNK)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_a_fraction_of_the_units_in_the_signal_has_the_same_sensitivity(data, seed):
     batch = data.draw(batches("group"))
