@@ -1,0 +1,141 @@
+"""`xcal data`: import real image sets, see what they hold, see how they would be spread."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+app = typer.Typer(help="Real image sets: import, list, show, partition.", no_args_is_help=True)
+
+
+@app.command("import")
+def import_command(
+    path: Path = typer.Argument(..., help="A folder, a zip, a CSV or an .npz file."),
+    name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
+    kind: str = typer.Option(
+        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom."
+    ),
+    pixels: int = typer.Option(128, help="Side of the square images that are kept."),
+    task: str | None = typer.Option(None, help="What to tell apart, where a set has several."),
+    skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave files out that cannot be used."),
+    replace: bool = typer.Option(False, "--replace", help="Replace a set of this name and size."),
+) -> None:
+    """Read a data set as hospitals and Kaggle give it; decoded once, kept for `data=NAME`."""
+    from xcal.data.describe import show_dataset
+    from xcal.data.importing import import_dataset
+
+    console = Console()
+    with Progress(console=console, transient=True) as bar:
+        tasks: list[Any] = []
+
+        def progress(done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(bar.add_task("decoding", total=total))
+            bar.update(tasks[0], completed=done, total=total)
+
+        summary = import_dataset(
+            path,
+            name=name,
+            kind=kind,  # type: ignore[arg-type]  # checked by import_dataset
+            pixels=pixels,
+            task=task,
+            skip_bad=skip_bad,
+            replace=replace,
+            progress=progress,
+        )
+    if summary.already_there:
+        typer.echo("This content was imported before, in the same way: nothing had to be done.")
+    found = show_dataset(summary.info.name, pixels=summary.info.pixels)
+    typer.echo(found.to_text())
+    typer.echo(
+        f"Train on it with `xcal run --set data={summary.info.name}"
+        f" --set pixels={summary.info.pixels} --out DIR`."
+    )
+
+
+@app.command("list")
+def list_command() -> None:
+    """List the imported sets."""
+    from xcal.data.store import list_datasets
+    from xcal.data.synthetic import CLASSES, smear
+
+    table = Table()
+    for column in ("name", "pixels", "kind", "classes", "train", "validation", "test", "groups"):
+        table.add_column(column, justify="left" if column in ("name", "kind") else "right")
+    sizes = inspect.signature(smear).parameters
+    counts = [f"{sizes[s].default:,}" for s in ("train", "validation", "test")]
+    table.add_row("smear", "any", "embedded", str(len(CLASSES)), *counts, "patient")
+    for info in list_datasets():
+        counts = [f"{info.splits[s].images:,}" for s in ("train", "validation", "test")]
+        table.add_row(
+            info.name, str(info.pixels), info.kind, str(len(info.classes)), *counts, info.group_name
+        )
+    Console().print(table)
+
+
+@app.command("show")
+def show_command(
+    name: str = typer.Argument(..., help="An imported set's name, or smear."),
+    pixels: int | None = typer.Option(None, help="Which size, where there are several."),
+    sheet: Path | None = typer.Option(None, help="Also write a contact sheet to this PNG."),
+) -> None:
+    """Show counts per split, class and group, sizes, licence; and a contact sheet."""
+    from xcal.data.describe import show_dataset
+    from xcal.data.pictures import contact_sheet
+
+    found = show_dataset(name, pixels=pixels)
+    typer.echo(found.to_text())
+    if sheet is not None:
+        contact_sheet(found.data, sheet)
+        typer.echo(f"Contact sheet: {sheet}")
+
+
+@app.command("partition")
+def partition_command(
+    name: str = typer.Argument(..., help="An imported set's name, or smear."),
+    pixels: int | None = typer.Option(None, help="Which size, where there are several."),
+    clients: int = typer.Option(3, help="Number of clients."),
+    kind: str = typer.Option("iid", help="iid, label, label-extreme or covariate."),
+    concentration: float = typer.Option(0.5, help="Dirichlet concentration of a label shift."),
+    seed: int = typer.Option(0, help="Of the partition."),
+    unit: str = typer.Option("record", help="record or group."),
+    keep_groups: bool = typer.Option(True, help="Keep a group's images at one client."),
+    out: Path = typer.Option(Path("partition.png"), help="Where the picture goes."),
+) -> None:
+    """Draw the federation: what each client would hold."""
+    from xcal.config import make_experiment
+    from xcal.data.catalog import load
+    from xcal.data.partition import partition
+    from xcal.data.pictures import partition_picture
+
+    checked = make_experiment(
+        {
+            "clients": clients,
+            "partition": kind,
+            "concentration": concentration,
+            "seed": seed,
+            "unit": unit,
+            "keep_groups": keep_groups,
+        },
+        "the options",
+    )
+    data = load(name, pixels=pixels)
+    parts = partition(
+        data.train,
+        checked.clients,
+        kind=checked.partition,
+        concentration=checked.concentration,
+        seed=checked.seed,
+        keep_groups=checked.keep_groups,
+        unit=checked.unit,
+    )
+    partition_picture(data.train, data.classes, parts, out)
+    for client, shard in enumerate(parts.shards):
+        typer.echo(f"client {client}: {len(shard.indices):,} images")
+    typer.echo(f"Picture: {out}")
