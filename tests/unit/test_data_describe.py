@@ -34,4 +34,4 @@ def test_an_imported_set_tells_where_it_came_from(tmp_path, monkeypatch):
     assert "1 files could not be used" in text
     assert "not known to belong together" in text
     assert shown.to_json()["skipped"] == {"ill/empty.png": "is empty (0 bytes)"}
-    assert [len(line) for line in text.splitlines() if line.startswith(("ill", "well"))] == [46, 46]
+    assert [len(line) for line in text.splitlines() if line.startswith(("ill", "well"))] == [48, 48]

@@ -51,6 +51,7 @@ def test_blood_cells():
     assert train.groups + validation.groups == 277
     assert (test.images, test.groups) == (2487, 71)
     assert test.per_class == (623, 620, 620, 624)
+    assert info.notes[0].startswith("TRAIN: 9,957 files are copies of 277 pictures")
     assert info.original_sizes == (("320×240", 12444),)
     assert groups_and_purity("blood-cells") == 348
     # About a tenth of every class is held back, as nearly as whole pictures allow.

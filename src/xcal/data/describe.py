@@ -50,7 +50,7 @@ class Description:
             self.people(),
             "",
         ]
-        width = max(10, *(len(name) for name in self.data.classes))
+        width = max(12, *(len(name) for name in self.data.classes))
         heading = "".join(f"{split:>12}" for split in self.splits)
         lines.append(" " * width + heading)
         for number, name in enumerate(self.data.classes):

@@ -60,8 +60,13 @@ def blood_cells(files: Files) -> Listing:
         )
     if not records:
         raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
-    pictures = len({record.group for record in records})
-    notes = [f"{len(records):,} files are copies of {pictures} pictures: the picture is the group."]
+    notes = []
+    for folder, split in (("TRAIN", "train"), ("TEST", "test")):
+        of_split = [record.group for record in records if record.split == split]
+        notes.append(
+            f"{folder}: {len(of_split):,} files are copies of {len(set(of_split)):,} pictures; "
+            "the picture is the group."
+        )
     if left_out:
         notes.append(f"TEST_SIMPLE ({left_out} files) is not used.")
     return Listing(
