@@ -43,6 +43,9 @@ class Experiment(BaseModel):
     participants: Whole | None = Field(None, description="clients a round m; all if not given")
     rounds: Whole = Field(8, description="communication rounds T")
     local_epochs: Whole = Field(1, description="local epochs E")
+    average: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of a round's weights in the reported model's running average"
+    )
     partition: Literal["iid", "label", "label-extreme", "covariate"] = Field(
         "iid", description="how the training images are spread over the clients"
     )
@@ -64,8 +67,8 @@ class Experiment(BaseModel):
         description="seeded (default of simulations) or secure (default where homes are given)",
     )
     # local training
-    batch: Whole = Field(128, description="expected batch B")
-    lr: Positive = Field(2.0, description="learning rate η")
+    batch: Whole = Field(64, description="expected batch B")
+    lr: Positive = Field(1.0, description="learning rate η")
     clip: Positive = Field(1.0, description="clipping norm C")
     optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")

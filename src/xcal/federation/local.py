@@ -23,6 +23,7 @@ from xcal.federation.rounds import (
     RoundRequest,
     Site,
     Weights,
+    averaged,
     client_round,
     load_weights,
     server_round,
@@ -100,11 +101,19 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
     _write_preamble(folder, federation)
     model = build_network(experiment, len(federation.data.classes)).to(experiment.device)
     weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
+    reported = weights
     first, heads, reports = 0, dict[str, Head](), dict[str, dict[str, Any]]()
     checkpoint = folder.load_checkpoint()
     if checkpoint is not None:
-        weights, state = checkpoint
-        weights = {k: v.to(experiment.device) for k, v in weights.items()}
+        tensors, state = checkpoint
+        weights, reported = (
+            {
+                k.removeprefix(kind): v.to(experiment.device)
+                for k, v in tensors.items()
+                if k.startswith(kind)
+            }
+            for kind in ("global/", "reported/")
+        )
         first = state["rounds"]
         heads = {c: Head(**h) for c, h in state["heads"].items()}
         reports = state["reports"]
@@ -130,7 +139,8 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             for c in federation.schedule[t]
         ]
         weights = server_round(weights, replies)
-        load_weights(model, weights)
+        reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
+        load_weights(model, reported)
         for reply in replies:
             reports[reply.report.client] = asdict(reply.report)
             site = sites[int(reply.report.client)]
@@ -143,7 +153,8 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             [{"client": r.report.client, **asdict(s)} for r in replies for s in r.trace],
         )
         folder.save_checkpoint(
-            weights,
+            {f"global/{k}": v for k, v in weights.items()}
+            | {f"reported/{k}": v for k, v in reported.items()},
             {
                 "rounds": t + 1,
                 "reports": reports,
@@ -151,7 +162,7 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             },
         )
         progress.round(record)
-    load_weights(model, weights)
+    load_weights(model, reported)
     return _finish(folder, federation, model, reports, time.monotonic() - started)
 
 

@@ -412,3 +412,8 @@ def server_round(weights: Weights, replies: Sequence[RoundReply]) -> Weights:
             )
         result[name] = accumulated.to(old.dtype)
     return result
+
+
+def averaged(reported: Weights, weights: Weights, share: float) -> Weights:
+    """The running average of released models that is reported; clients go on from `weights`."""
+    return {name: (1 - share) * reported[name] + share * weights[name] for name in weights}

@@ -14,9 +14,9 @@ from xcal.training.local import Bench, StepRecord
 COMMON_KEYS = frozenset(
     {
         "method", "data", "pixels", "train_images", "network", "clients", "participants", "rounds",
-        "local_epochs", "partition", "concentration", "units_per_client", "keep_groups", "unit",
-        "images_per_unit", "noise", "batch", "lr", "optimizer", "momentum", "validation_images",
-        "road_images", "road_test_images", "norm", "output_stride", "train", "train_norm",
+        "local_epochs", "average", "partition", "concentration", "units_per_client", "keep_groups",
+        "unit", "images_per_unit", "noise", "batch", "lr", "optimizer", "momentum",
+        "validation_images", "road_images", "road_test_images", "norm", "output_stride", "train", "train_norm",
         "weights", "seed", "threads", "device",
     }
 )  # fmt: skip
