@@ -1,0 +1,54 @@
+"""Every example file is accepted and trains; the README's commands do what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import xcal
+from support import ROOT, xcal_process
+from xcal.config import read_toml
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_an_example_trains(path: Path, tmp_path: Path) -> None:
+    """With the example's own method and federation, on small data and few rounds."""
+    keys = read_toml(path)
+    keys |= {
+        "data": "support:tiny",
+        "network": "support:micro",
+        "pixels": 16,
+        "rounds": 2,
+        "batch": 3,
+        "threads": 1,
+        "delta": 1e-3,
+    }
+    keys.pop("participants", None)
+    result = xcal.run(tmp_path / "run", **keys)
+    assert result["method"] == keys["method"]
+
+
+def test_the_readme_shows_a_plan_that_the_command_prints() -> None:
+    text = (ROOT / "README.md").read_text()
+    match = re.search(r"^xcal (plan .*)$", text, re.MULTILINE)
+    assert match is not None
+    done = xcal_process(*match.group(1).split())
+    assert done.returncode == 0, done.stderr
+    for name in ("sigma_static", "sigma_ref", "signal_price"):
+        shown = re.search(rf"{name}\s*│\s*([0-9.]+)", done.stdout)
+        assert shown is not None
+        assert shown.group(1) in text, f"README does not show {name} = {shown.group(1)}"
+
+
+def test_links_of_the_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
