@@ -88,7 +88,7 @@ def where_in_words(found: Explanation) -> str:
     across = ("left", "middle", "right")[min(2, 3 * column // width)]
     if down == across:
         return "it is strongest in the middle"
-    return f"it is strongest at the {down} {across}".replace("middle middle", "middle")
+    return f"it is strongest at the {down} {across}"
 
 
 def _chart(found: Explanation) -> dict[str, Any]:

@@ -109,9 +109,14 @@ def shortened(text: str, size: int, longest: float) -> str:
     """The text, or as much of its beginning as fits, with … at its end."""
     if text_width(text, size) <= longest:
         return text
-    while text and text_width(text + "…", size) > longest:
-        text = text[:-1]
-    return text.rstrip() + "…"
+    fits, too_long = 0, len(text)
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if text_width(text[:middle] + "…", size) <= longest:
+            fits = middle
+        else:
+            too_long = middle
+    return text[:fits].rstrip() + "…"
 
 
 def drawable(text: str) -> str:

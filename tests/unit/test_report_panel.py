@@ -1,0 +1,135 @@
+"""The panel: who stands where, which images, one scale; and the sheet it is drawn on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import xcal
+from support import TINY, micro, tiny
+from xcal.config import make_experiment
+from xcal.errors import UserError
+from xcal.report.panel import (
+    Entry,
+    View,
+    arrange,
+    choose_images,
+    load_entries,
+    save_panel,
+    shared_peak,
+)
+from xcal.report.runs import LoadedRun
+from xcal.report.sheet import Sheet, drawable, shortened, text_width
+
+QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0, "validation_images": 0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    home = tmp_path_factory.mktemp("panel")
+    wanted = {
+        "fl": {"method": "fl"},
+        "strict": {"method": "fl-dp", "epsilon": 4.0},
+        "loose": {"method": "xcal", "epsilon": 8.0},
+    }
+    for name, keys in wanted.items():
+        xcal.run(home / name, **{**QUICK, **keys})
+    return {name: home / name for name in wanted}
+
+
+def entry(method: str, epsilon: float | None) -> Entry:
+    run = LoadedRun(make_experiment(TINY), micro(3), ("left", "middle", "right"))
+    return Entry(method, epsilon, run)
+
+
+def test_methods_are_rows_and_epsilons_columns_with_infinity_last() -> None:
+    entries = [
+        entry("xcal", 5.0),
+        entry("fl", None),
+        entry("fl-dp", 0.5),
+        entry("fl-dp", 5.0),
+        entry("centralized", None),
+        entry("mine:own", 5.0),
+    ]
+    found = arrange(entries)
+    assert found.methods == ("fl-dp", "xcal", "mine:own")
+    assert found.epsilons == (0.5, 5.0, None)
+    assert found.cells == {(1, 1): 0, (1, 2): 1, (0, 0): 2, (0, 1): 3, (0, 2): 4, (2, 1): 5}
+    assert found.rows == 3
+
+
+def test_only_runs_without_guarantee_stand_in_one_column() -> None:
+    found = arrange([entry("fl", None), entry("centralized", None)])
+    assert found.methods == () and found.epsilons == (None,)
+    assert found.cells == {(1, 0): 0, (0, 0): 1}
+
+
+def test_images_are_chosen_from_each_class_in_turn_and_always_the_same() -> None:
+    test = tiny().test
+    found = choose_images(test, 7, 3)
+    assert found.labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert len(set(found.ids.tolist())) == 7
+    assert found.ids.tolist() == choose_images(test, 7, 3).ids.tolist()
+    assert len(choose_images(test, 1000, 3)) == len(test)
+    assert len(choose_images(test.take(np.arange(0)), 4, 3)) == 0
+
+
+def test_the_peak_is_that_of_all_maps_and_ignores_broken_ones() -> None:
+    maps = [torch.tensor([[0.0, value]]) for value in (1.0, 3.0, float("nan"), 2.0)]
+    views = [View(0, 0.5, saliency) for saliency in maps]
+    assert shared_peak([views[:2], views[2:]]) == 3
+    assert shared_peak([views[2:3]]) == 0
+
+
+@pytest.mark.parametrize("images", [1, 4, 5])
+def test_a_panel_is_drawn(runs: dict[str, Path], tmp_path: Path, images: int) -> None:
+    save_panel(tmp_path / "panel.png", list(runs.values()), images)
+    with Image.open(tmp_path / "panel.png") as drawn:
+        assert not drawn.info
+        pixels = np.asarray(drawn.convert("RGB"), dtype=int)
+    # The scale's top colour is at least in the bar, so something of every part was drawn.
+    assert (np.abs(pixels - (255, 250, 200)).sum(axis=2) < 12).any()
+    assert (pixels[:8] == 255).all() and (pixels[:, :8] == 255).all()  # margins stay free
+
+
+def test_runs_that_cannot_stand_together_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="both fl at ε = ∞: give one of them"):
+        load_entries([runs["fl"], runs["fl"]])
+    xcal.run(tmp_path / "large", **{**QUICK, "method": "fl", "pixels": 32})
+    with pytest.raises(UserError, match="differ in pixels"):
+        load_entries([runs["strict"], tmp_path / "large"])
+    with pytest.raises(UserError, match="holds no run"):
+        load_entries([tmp_path / "nothing"])
+    (runs["loose"] / "result.json").rename(tmp_path / "kept.json")
+    with pytest.raises(UserError, match="is not finished"):
+        load_entries([runs["loose"]])
+    (tmp_path / "kept.json").rename(runs["loose"] / "result.json")
+
+
+def test_letters_the_font_lacks_are_drawn_otherwise() -> None:
+    assert drawable("ε = ∞ – naïve Zürich 细") == "ε = ∞ - naive Zurich ?"
+    assert drawable("e\u0301") == "e"  # a letter and its accent, apart
+    plain, infinite = text_width("e = 8", 20), text_width("ε = ∞", 20)
+    assert infinite > plain > 0
+
+
+def test_long_lines_are_shortened_to_what_fits() -> None:
+    assert shortened("short", 15, 500) == "short"
+    cut = shortened("a very long line of text", 15, 80)
+    assert cut.endswith("…") and text_width(cut, 15) <= 80
+
+
+def test_text_stands_where_it_is_anchored() -> None:
+    def columns(anchor: str) -> tuple[int, int]:
+        sheet = Sheet(200, 40)
+        sheet.text((100, 28), "ε = ∞", 20, anchor=anchor)  # type: ignore[arg-type]
+        dark = np.asarray(sheet.image.convert("L")).min(axis=0) < 128
+        return int(np.flatnonzero(dark)[0]), int(np.flatnonzero(dark)[-1])
+
+    assert columns("left")[0] >= 99 and columns("right")[1] <= 101
+    first, last = columns("middle")
+    assert abs((first + last) / 2 - 100) < 4
