@@ -18,8 +18,8 @@ from torch import Tensor
 # their numbers costs about as much as this many multiply-adds of a matrix product.
 _TOUCHES = 8
 
-# Numbers whose largest lies within 2^±20 can be multiplied and squared as they are.
-_SAFE_EXPONENT = 20
+# Gram matrices with diagonals within 2^±50 have lost nothing, and their products will not either.
+_SAFE_EXPONENT = 50
 
 # Output maps of at most this many pixels are tiny: see `forward`.
 _TINY_MAP = 8
@@ -135,10 +135,30 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     proportional to (sum_p |g_p| |a_p|)^2, which the diagonals give for nothing, and is added. So
     a norm is never understated.
     """
+    images = g.shape[1]
+    if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
+        return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
+    outer, inner = _out_gram(g), _patch_gram(x, shape)
+    if _well_scaled(outer) and _well_scaled(inner):
+        return _norms_from_grams(outer, inner)
     g, g_exponent = _near_one(g)
     x, x_exponent = _near_one(x)
     scale = torch.exp2(2 * (g_exponent + x_exponent))
-    return scale * _gram_norms_near_one(g, x, shape)
+    return scale * _norms_from_grams(_out_gram(g), _patch_gram(x, shape))
+
+
+def _norms_from_grams(outer: Tensor, inner: Tensor) -> Tensor:
+    products = torch.einsum("upq,upq->u", outer, inner).double()
+    lengths = outer.diagonal(dim1=1, dim2=2) * inner.diagonal(dim1=1, dim2=2)
+    reach = lengths.clamp_min(0).sqrt().sum(1).double().square()
+    return products.clamp_min(0) + 8 * torch.finfo(outer.dtype).eps * reach
+
+
+def _well_scaled(gram: Tensor) -> bool:
+    """Whether no product in a Gram matrix came near the ends of what a number can hold."""
+    peaks = gram.diagonal(dim1=1, dim2=2).amax(1)
+    low, high = torch.aminmax(peaks)
+    return bool(low > 2.0**-_SAFE_EXPONENT) and bool(high < 2.0**_SAFE_EXPONENT)
 
 
 def _near_one(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,8 +169,6 @@ def _near_one(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     peak = torch.linalg.vector_norm(values.flatten(1), ord=math.inf, dim=1).double()
     exponent = torch.floor(torch.log2(torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)))
-    if bool((exponent.abs() <= _SAFE_EXPONENT).all()):
-        return values, torch.zeros_like(exponent)
     # In two steps: 2^127 times 2^-149 is within reach, 2^149 is not.
     half = torch.floor(exponent / 2)
     shape = (-1, *[1] * (values.dim() - 1))
@@ -158,23 +176,13 @@ def _near_one(values: Tensor) -> tuple[Tensor, Tensor]:
     return values * first * second, exponent
 
 
-def _gram_norms_near_one(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
-    units, images = g.shape[:2]
-    if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
-        return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
-    made = images * g.shape[3] * g.shape[4]
-    outer = g.transpose(1, 2).reshape(units, g.shape[2], made)
-    gram_out = torch.bmm(outer.transpose(1, 2), outer)
-    gram_in = _patch_gram(x, shape, made)
-    products = torch.einsum("upq,upq->u", gram_out, gram_in).double()
-    lengths = gram_out.diagonal(dim1=1, dim2=2).clamp_min(0) * gram_in.diagonal(
-        dim1=1, dim2=2
-    ).clamp_min(0)
-    reach = lengths.sqrt().sum(1).double().square()
-    return products.clamp_min(0) + 8 * torch.finfo(g.dtype).eps * reach
+def _out_gram(g: Tensor) -> Tensor:
+    """Inner products g_p . g_q of all pairs of output pixels of a unit, (U, m*Ho*Wo, m*Ho*Wo)."""
+    columns = g.transpose(1, 2).reshape(g.shape[0], g.shape[2], -1)
+    return torch.bmm(columns.transpose(1, 2), columns)
 
 
-def _patch_gram(x: Tensor, shape: ConvShape, made: int) -> Tensor:
+def _patch_gram(x: Tensor, shape: ConvShape) -> Tensor:
     """Inner products a_p . a_q of all pairs of patches of a unit, (U, m*Ho*Wo, m*Ho*Wo).
 
     The Gram matrix of *pixels* is formed once; that of patches is the sum of its slices, shifted
@@ -198,6 +206,7 @@ def _patch_gram(x: Tensor, shape: ConvShape, made: int) -> Tensor:
         part = gram[:, :, r, c, :, r, c]
         total = part.contiguous() if total is None else total.add_(part)
     assert total is not None  # a kernel has at least one tap
+    made = math.prod(total.shape[1:4])
     return total.reshape(units, made, made)
 
 
