@@ -1,7 +1,4 @@
-"""Memory that a variant's first steps need, measured in a process of its own.
-
-`python -m xcal.bench.memory VARIANT NETWORK PIXELS THREADS` prints one JSON object.
-"""
+"""Memory that a variant's first steps need, measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def memory_growth(variant: str, setting: Setting, threads: int) -> tuple[float |
     """Peak minus starting memory over two steps in MB, or None and the reason."""
     if not _STATUS.exists():
         return None, "memory is measured on Linux only"
-    command = [sys.executable, "-m", "xcal.bench.memory"]
+    command = [sys.executable, "-c", "from xcal.bench.memory import main; main()"]
     command += [variant, setting.network, str(setting.pixels), str(threads)]
     try:
         done = subprocess.run(
@@ -57,7 +54,8 @@ def _measure(variant: str, setting: Setting, threads: int) -> float:
         step.close()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """What the separate process runs: arguments in, one JSON object out."""
     warnings.simplefilter("ignore")
     name, network, pixels, cores = sys.argv[1:]
     growth = _measure(name, Setting(network, int(pixels)), int(cores))
