@@ -18,6 +18,7 @@ from xcal.report.panel import (
     View,
     arrange,
     choose_images,
+    in_multiples_of_mean,
     load_entries,
     save_panel,
     shared_peak,
@@ -78,11 +79,20 @@ def test_images_are_chosen_from_each_class_in_turn_and_always_the_same() -> None
     assert len(choose_images(test.take(np.arange(0)), 4, 3)) == 0
 
 
-def test_the_peak_is_that_of_all_maps_and_ignores_broken_ones() -> None:
-    maps = [torch.tensor([[0.0, value]]) for value in (1.0, 3.0, float("nan"), 2.0)]
-    views = [View(0, 0.5, saliency) for saliency in maps]
-    assert shared_peak([views[:2], views[2:]]) == 3
-    assert shared_peak([views[2:3]]) == 0
+def test_maps_are_shown_in_multiples_of_their_mean() -> None:
+    assert in_multiples_of_mean(torch.tensor([[0.0, 1e-6], [0.0, 3e-6]])).tolist() == [
+        [0, 1],
+        [0, 3],
+    ]
+    for nothing in (torch.zeros(2, 2), torch.tensor([[1.0, float("nan")]])):
+        assert not in_multiples_of_mean(nothing).any()
+
+
+def test_the_peak_is_shared_and_no_single_map_decides_it() -> None:
+    views = [View(0, 0.5, torch.tensor([[0.0, v]])) for v in (2.0, 3.0, 4.0, 5.0, 900.0, 0.0)]
+    assert shared_peak([views[:2], views[2:]]) == 5
+    assert shared_peak([views[:1]]) == 2
+    assert shared_peak([views[5:]]) == 0
 
 
 @pytest.mark.parametrize("images", [1, 4, 5])

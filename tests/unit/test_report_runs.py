@@ -138,6 +138,17 @@ def test_folders_that_hold_no_finished_run_are_refused(folder: Path, tmp_path: P
         load_run(copy)
 
 
+def test_a_run_of_a_version_that_knew_fewer_keys_can_be_read(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    about = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**about, "experiment": "of another version"}))
+    lines = (copy / "experiment.toml").read_text().splitlines(keepends=True)
+    (copy / "experiment.toml").write_text("".join(k for k in lines if not k.startswith("kappa")))
+    run = load_run(copy)
+    assert evaluate_run(run, load_data(run), explained=0)["classification"]["images"] == 45
+
+
 def test_runs_of_different_sizes_are_not_compared(folder: Path) -> None:
     run = load_run(folder)
     larger = run._replace(experiment=run.experiment.model_copy(update={"pixels": 32}))

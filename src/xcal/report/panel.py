@@ -1,8 +1,11 @@
 """The qualitative figure: the same test images under every method and every ε.
 
 One block an image. In a block the rows are the methods with a guarantee and the columns their ε,
-from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞. One colour
-scale serves all maps of the figure, so a pale map is a weak one.
+from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞.
+
+One colour scale serves all maps of the figure. Models differ in how large their logits are, and so
+in how large their maps are, which says nothing of where they look; so a map is shown in multiples
+of its own mean. A focused map is bright in few places, a diffuse one pale throughout.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from xcal.data.images import Images
@@ -31,7 +35,7 @@ from xcal.report.sheet import FAINT, INK, RIGHT, WRONG, Sheet, text_width
 _MARGIN = 28
 _GAP = 12  # between tiles
 _BLOCK_GAP = 52
-_CAPTION = 40  # two lines below a tile
+_CAPTION = 48  # two lines below a tile
 _HEAD = 30  # one line above a block
 _LETTERS = 15
 _SMALL = 13
@@ -50,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class View:
-    """What one model says of one image."""
+    """What one model says of one image; `saliency` (h, w) is in multiples of the map's mean."""
 
     predicted: int
     confidence: float
@@ -121,7 +125,7 @@ def _views(run: LoadedRun, images: Images) -> list[View]:
     predicted = confidence.argmax(dim=1)
     maps = gradcam_maps(run.model, inputs, predicted)
     return [
-        View(int(k), float(row[k]), saliency)
+        View(int(k), float(row[k]), in_multiples_of_mean(saliency))
         for k, row, saliency in zip(predicted, confidence, maps, strict=True)
     ]
 
@@ -157,10 +161,21 @@ def arrange(entries: Sequence[Entry]) -> Layout:
     return Layout(tuple(private), tuple(epsilons), cells)
 
 
+def in_multiples_of_mean(saliency: Tensor) -> Tensor:
+    """The map divided by its mean; all 0 where it is all 0 or not finite."""
+    values = saliency.detach().double()
+    mean = float(values.mean())
+    return values / mean if math.isfinite(mean) and mean > 0 else torch.zeros_like(values)
+
+
 def shared_peak(views: Sequence[Sequence[View]]) -> float:
-    """The highest value of any map of the figure, which gets the top colour; 0 if there is none."""
+    """The value that gets the top colour: three maps in four stay at or below it.
+
+    Not the highest of all: a single map of one bright cell would leave all others without colour.
+    """
     peaks = [float(view.saliency.max()) for row in views for view in row]
-    return max((peak for peak in peaks if math.isfinite(peak)), default=0.0)
+    usable = [peak for peak in peaks if peak > 0]
+    return float(np.quantile(usable, 0.75, method="higher")) if usable else 0.0
 
 
 class _Figure:
@@ -255,7 +270,7 @@ class _Figure:
             x += text_width(text, _SMALL)
         sheet.paste(colour_bar(160, 12), (round(x), y - 11))
         x += 168
-        top = f"{self.peak:.3g}, the highest of all maps      "
+        top = f"{self.peak:.1f} times the map's mean, or more      "
         sheet.text((x, y), top, _SMALL, fill=FAINT)
         x += text_width(top, _SMALL)
         for text, colour in (("answer: ", FAINT), ("right ", RIGHT), (" wrong", WRONG)):
