@@ -44,7 +44,7 @@ class Experiment(BaseModel):
     rounds: Whole = Field(8, description="communication rounds T")
     local_epochs: Whole = Field(1, description="local epochs E")
     average: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="share of a round's weights in the reported model's running average"
+        0.5, description="share of a round's weights in the reported model's running average"
     )
     partition: Literal["iid", "label", "label-extreme", "covariate"] = Field(
         "iid", description="how the training images are spread over the clients"
@@ -68,7 +68,7 @@ class Experiment(BaseModel):
     )
     # local training
     batch: Whole = Field(64, description="expected batch B")
-    lr: Positive = Field(1.0, description="learning rate η")
+    lr: Positive = Field(1.5, description="learning rate η")
     clip: Positive = Field(1.0, description="clipping norm C")
     optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")

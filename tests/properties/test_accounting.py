@@ -93,9 +93,6 @@ def test_a_profile_is_the_costs_at_every_order(rate, sigma):
     assert cost_profile(rate, sigma, some).tolist() == pytest.approx(alone, rel=1e-9)
 
 
-@pytest.mark.xfail(
-    reason="a whole-number σ makes an array of integers, in which costs are truncated", strict=True
-)
 def test_a_whole_number_costs_what_the_same_float_costs():
     # A rate of its own, since profiles are cached and 3 == 3.0.
     alone = [step_cost(0.0123, 3.0, a) for a in (1.5, 2.0, 8.0)]

@@ -163,7 +163,8 @@ def test_no_sequence_of_signals_overspends(signals, w):
         _, cost = next_effective_sigma(state, rule, now.spent, plan.steps - number, plan.table())
         now = now.after(cost)
         state = state.updated(signal, rule)
-    assert 0.95 * plan.budget <= now.spent <= plan.budget
+    # far from a usual w and K, more may be left over, never spent too much
+    assert 0.85 * plan.budget <= now.spent <= plan.budget
 
 
 def best_time(action, repeats: int = 7, calls: int = 300) -> float:

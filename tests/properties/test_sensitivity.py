@@ -294,9 +294,6 @@ def test_a_broken_unit_contributes_exactly_nothing(data, seed):
     assert one.signal == 0
 
 
-@pytest.mark.xfail(
-    reason="a drawn unit without images counts as u = 0, not as nothing", strict=True
-)
 def test_a_drawn_unit_without_images_contributes_exactly_nothing():
     """It is a null unit. No draw makes one as long as every declared unit has an image."""
     nobody = keep(Batch(torch.zeros(1, 3, PIXELS, PIXELS), *torch.zeros(2, 1).long(), 1), [])

@@ -237,7 +237,6 @@ def test_secure_draws_never_repeat():
     assert len({source.scalar(key()) for source in (first, second) for _ in range(500)}) == 1000
 
 
-@pytest.mark.xfail(reason="a forked process goes on with the same key stream", strict=True)
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_draws_its_own(tmp_path):
     """Two workers forked from one must not add the same noise to two queries."""

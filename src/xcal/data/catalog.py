@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
@@ -25,12 +26,16 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
     decided by who runs it; never pass a name that came over the network.
     """
     if name == "smear":
-        return _call(smear, name, pixels, {"seed": seed, **options})
+        return _call(_smear, name, pixels, {"seed": seed, **options})
     if ":" in name:
         return _call(_find(name), name, pixels, {"seed": seed, **options})
     if options:
         raise UserError(f"The imported data set {name!r} has no option {next(iter(options))!r}.")
     return open_dataset(name, pixels)
+
+
+# Drawing takes some seconds, and several runs of one process want the same images.
+_smear = lru_cache(maxsize=2)(smear)
 
 
 def _find(name: str) -> Callable[..., Any]:

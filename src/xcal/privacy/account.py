@@ -29,6 +29,8 @@ class Account:
         self._charges = ledger.charges(terms.run)
         self._recorded = {(c.round, c.step): c for c in self._charges} if replayable else {}
         self._filter = self._filter_after(self._charges)
+        self._all = self._filter  # everything recorded, whatever is being replayed
+        self._last = max(((c.round, c.step) for c in self._charges), default=(-1, -1))
 
     def _filter_after(self, charges: Sequence[Charge]) -> RenyiFilter:
         assert self.terms.order is not None and self.terms.budget is not None
@@ -45,11 +47,7 @@ class Account:
     @property
     def spent(self) -> float:
         """Σρ of all that this run has recorded, replayed or not."""
-        return self._filter_after(self._charges).spent
-
-    @property
-    def _last(self) -> tuple[int, int]:
-        return max((c.round, c.step) for c in self._charges)
+        return self._all.spent
 
     @property
     def rounds_paid(self) -> set[int]:
@@ -103,17 +101,18 @@ class Account:
                 )
             self._filter = self._filter.after(cost)
             return
-        if self._replayable and self._charges and (round_number, step) <= self._last:
+        if self._replayable and (round_number, step) <= self._last:
             raise UserError(
                 f"Step {step} of round {round_number} lies before steps that were paid for already:"
                 " this run's files do not belong together. Start a new run."
             )
-        after = self._filter_after(self._charges).after(cost)  # all that is recorded counts
+        after = self._all.after(cost)  # all that is recorded counts
         if not self._ledger.lifetime_admits(rate, sigma):
             raise BudgetExhausted("the population's lifetime budget does not cover another step")
         self._ledger.charge(charge)
         self._charges.append(charge)
-        self._filter = after
+        self._last = max(self._last, (round_number, step))
+        self._filter = self._all = after
 
     def halt(self, round_number: int, step: int) -> None:
         """Record that this run makes no further step."""

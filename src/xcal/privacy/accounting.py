@@ -137,6 +137,7 @@ def step_costs(rate: float, sigmas: Floats | Sequence[float], order: float) -> F
 
 
 def _checked_costs(rate: float, sigma: Floats, order: float | Floats) -> Floats:
+    sigma = np.asarray(sigma, dtype=np.float64)  # whole numbers would truncate every cost
     orders = np.broadcast_to(np.asarray(order, dtype=np.float64), sigma.shape)
     if not 0 < rate <= 1:
         raise ValueError(f"the sampling rate must be in (0, 1], not {rate}")
@@ -162,7 +163,7 @@ def _cost_profile(rate: float, sigma: float, orders: tuple[float, ...]) -> Float
 
 def cost_profile(rate: float, sigma: float, orders: Sequence[float] = ORDERS) -> Floats:
     """The cost of one step at every order."""
-    return _cost_profile(rate, sigma, tuple(orders))
+    return _cost_profile(float(rate), float(sigma), tuple(orders))
 
 
 def cost_matrix(rate: float, sigmas: Floats, orders: Sequence[float]) -> Floats:

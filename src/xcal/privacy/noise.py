@@ -128,10 +128,16 @@ class SecureNoise:
     name = "secure"
 
     def __init__(self) -> None:
+        self._rekey()
+
+    def _rekey(self) -> None:
+        self._process = os.getpid()
         cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16)))
         self._stream = cipher.encryptor()
 
     def _words(self, count: int) -> NDArray[np.uint64]:
+        if os.getpid() != self._process:  # a forked child must not repeat its parent's stream
+            self._rekey()
         out = bytearray(count * 8 + 16)  # update_into wants one block of slack
         self._stream.update_into(bytes(count * 8), out)
         return np.frombuffer(out, dtype=np.uint64, count=count)

@@ -172,7 +172,8 @@ def _gradient_and_scores(
         bad = torch.from_numpy(broken).to(batch.units.device)
         sums = clipped_sum(bench, batch.without(bad))
     by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
-    return sums, centred_sum(by_unit, entering & ~broken)
+    present = np.bincount(batch.units.cpu().numpy(), minlength=batch.n_units) > 0
+    return sums, centred_sum(by_unit, entering & present & ~broken)
 
 
 def centred_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
