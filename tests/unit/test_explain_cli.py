@@ -63,9 +63,9 @@ def test_explain_writes_a_picture_each_and_one_page(call, run: Path, tmp_path: P
     code, out, _ = call("explain", run, "test:0", tmp_path / "cell [bold].png", "--out", "made")
     assert code == 0
     assert sorted(p.name for p in (tmp_path / "made").iterdir()) == [
-        "cell-bold-.png.png",
+        "cell-bold-explained.png",
         "explanations.html",
-        "secret-test-0.png",
+        "secret-test-0-explained.png",
     ]
     assert "cell [bold].png" in out and "explanations.html" in out
     page = (tmp_path / "made" / "explanations.html").read_text()

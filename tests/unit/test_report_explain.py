@@ -64,7 +64,11 @@ def test_files_and_folders_are_read_at_the_runs_size(run: LoadedRun, tmp_path: P
     found = find_pictures(run, [str(tmp_path / "set"), str(tmp_path / "set" / "b.png")])
     assert [p.name for p in found] == ["b.png", "deeper/a.jpg", "b.png"]
     assert all(p.pixels.shape == (16, 16, 3) and p.label is None for p in found)
-    assert file_names(found) == ["b.png.png", "deeper-a.jpg.png", "b.png-2.png"]
+    assert file_names(found) == [
+        "b-explained.png",
+        "deeper-a-explained.png",
+        "b-explained-2.png",
+    ]
 
 
 def test_file_names_lead_nowhere_and_never_meet() -> None:
@@ -107,6 +111,32 @@ def test_a_dicom_file_without_ending_is_known_by_its_first_bytes(
     (tmp_path / "IM0001").write_bytes(b"\0" * 128 + b"DICM" + b"\0" * 64)
     with pytest.raises(UserError, match="extra 'dicom'"):
         find_pictures(run, [str(tmp_path / "IM0001")])
+
+
+def test_a_dicom_file_is_explained_with_its_extra(run: LoadedRun, tmp_path: Path) -> None:
+    pydicom = pytest.importorskip("pydicom", reason="the extra 'dicom' is not installed")
+    meta = pydicom.dataset.FileMetaDataset()
+    meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    meta.MediaStorageSOPClassUID = pydicom.uid.SecondaryCaptureImageStorage
+    meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
+    made = pydicom.dataset.Dataset()
+    made.file_meta = meta
+    made.SOPClassUID, made.SOPInstanceUID = (
+        meta.MediaStorageSOPClassUID,
+        meta.MediaStorageSOPInstanceUID,
+    )
+    made.PatientName = "Somebody"
+    made.Rows = made.Columns = 20
+    made.SamplesPerPixel, made.PhotometricInterpretation = 1, "MONOCHROME2"
+    made.BitsAllocated = made.BitsStored = 16
+    made.HighBit, made.PixelRepresentation = 15, 0
+    made.PixelData = (np.arange(400, dtype=np.uint16) * 9).tobytes()
+    for name in ("xray.dcm", "IM0001"):  # with and without an ending
+        pydicom.dcmwrite(tmp_path / name, made, enforce_file_format=True)
+        (picture,) = find_pictures(run, [str(tmp_path / name)])
+        assert picture.name == name and picture.pixels.shape == (16, 16, 3)
+        html = page(run, explain_pictures(run, [picture]))
+        assert name in html and "Somebody" not in html
 
 
 # what is computed

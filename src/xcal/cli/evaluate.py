@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -48,7 +49,7 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         per_class.add_column(name, justify="right")
     for k, name in enumerate(found["classes"]):
         per_class.add_row(
-            name,
+            escape(name),
             str(sum(measured["confusion_matrix"][k])),
             number(measured["sensitivity"][k]),
             number(measured["specificity"][k]),
@@ -58,9 +59,9 @@ def _show(console: Console, found: dict[str, Any]) -> None:
     confusion = Table(title="Truth in rows, answers in columns", title_justify="left")
     confusion.add_column("")
     for name in found["classes"]:
-        confusion.add_column(name, justify="right")
+        confusion.add_column(escape(name), justify="right")
     for name, counts in zip(found["classes"], measured["confusion_matrix"], strict=True):
-        confusion.add_row(name, *map(str, counts))
+        confusion.add_row(escape(name), *map(str, counts))
     console.print(confusion)
 
 
@@ -69,7 +70,7 @@ def _summary(found: dict[str, Any]) -> Table:
 
     measured, explained = found["classification"], found["explanations"]
     table = Table(
-        title=f"{found['method']} on {measured['images']} test images of {found['data']}",
+        title=f"{found['method']} on {measured['images']} test images of {escape(found['data'])}",
         title_justify="left",
     )
     table.add_column("metric")

@@ -48,6 +48,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def cells_text(found: Explanation) -> str:
+    """How fine the map is: nothing smaller than a cell can be read from it."""
+    return f"{found.saliency.shape[0]}×{found.saliency.shape[1]} cells"
+
+
 def answer_text(answer: Answer) -> str:
     return f"{answer.name} {percent(answer.confidence)}"
 
@@ -69,7 +74,7 @@ def save_explanation(path: Path, found: Explanation) -> None:
     sheet.text((_MARGIN, _MARGIN + 14), found.name, _TITLE, longest=width - 2 * _MARGIN)
     heads = (
         "image",
-        "where it looks",
+        f"where it looks ({cells_text(found)})",
         f"top {percent(found.covered_share)} covered",
         "confidence, by % of pixels removed",
     )

@@ -14,7 +14,7 @@ from PIL import Image
 
 from xcal.explain.gradcam import MapMethod
 from xcal.explain.overlay import colour_bar
-from xcal.report.drawing import answer_text, percent, tiles, verdict
+from xcal.report.drawing import answer_text, cells_text, percent, tiles, verdict
 from xcal.report.explaining import Explanation
 from xcal.report.runs import LoadedRun
 
@@ -64,6 +64,7 @@ def _item(run: LoadedRun, found: Explanation) -> dict[str, Any]:
         "overlay": overlaid,
         "covered": covered,
         "where": where_in_words(found),
+        "cells": cells_text(found),
         "share": percent(found.covered_share),
         "covered_answer": answer_text(found.covered_answer),
         "before": percent(found.answer.confidence),

@@ -52,15 +52,21 @@ def find_pictures(run: LoadedRun, words: Sequence[str]) -> list[Picture]:
 
 
 def file_names(pictures: Sequence[Picture]) -> list[str]:
-    """A plain PNG name for each picture; no two alike, also where case does not count."""
+    """A plain PNG name for each picture; no two alike, also where case does not count.
+
+    Never the name of the image itself, so that nothing is lost where both stand in one folder.
+    """
     taken: set[str] = set()
     names = []
     for picture in pictures:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", picture.name).strip("-.")[:80] or "image"
-        name, number = stem, 1
+        shown = picture.name
+        if is_image_name(shown):
+            shown = shown[: shown.rindex(".")]
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", shown).strip("-.")[:80] or "image"
+        name, number = f"{stem}-explained", 1
         while name.lower() in taken:
             number += 1
-            name = f"{stem}-{number}"
+            name = f"{stem}-explained-{number}"
         taken.add(name.lower())
         names.append(f"{name}.png")
     return names
