@@ -34,7 +34,8 @@ from xcal.report.sheet import FAINT, INK, RIGHT, WRONG, Sheet, text_width
 
 _MARGIN = 28
 _GAP = 12  # between tiles
-_BLOCK_GAP = 52
+_BLOCK_GAP = 52  # between blocks side by side
+_BLOCK_DROP = 20  # between blocks one below the other, which captions part already
 _CAPTION = 48  # two lines below a tile
 _HEAD = 30  # one line above a block
 _LETTERS = 15
@@ -205,12 +206,12 @@ class _Figure:
         across = _blocks_across(count, block)
         down = math.ceil(count / across)
         width = 2 * _MARGIN + across * block[0] + (across - 1) * _BLOCK_GAP
-        height = 2 * _MARGIN + down * (block[1] + _BLOCK_GAP) + 20
+        height = 2 * _MARGIN + down * (block[1] + _BLOCK_DROP) + 14
         sheet = Sheet(max(width, 2 * _MARGIN + _SCALE_WIDTH), height)
         for number in range(count):
             row, column = divmod(number, across)
             left = _MARGIN + column * (block[0] + _BLOCK_GAP)
-            self._block(sheet, number, left, _MARGIN + row * (block[1] + _BLOCK_GAP))
+            self._block(sheet, number, left, _MARGIN + row * (block[1] + _BLOCK_DROP))
         self._scale(sheet, height - _MARGIN)
         return sheet
 
