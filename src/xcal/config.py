@@ -62,6 +62,9 @@ class Experiment(BaseModel):
     delta: float = Field(1e-5, description="target δ")
     unit: Literal["record", "group"] = Field("record", description="what one person contributes")
     images_per_unit: Whole = Field(4, description="images used of a drawn group")
+    group_cap: Whole | None = Field(
+        None, description="most images of one group that a record-level run uses; enforced"
+    )
     noise: Literal["seeded", "secure"] | None = Field(
         None,
         description="seeded (default of simulations) or secure (default where homes are given)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,8 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    namespace = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"), run_name="page")
+    assert (ROOT / "docs" / "configuration.md").read_text() == namespace["page"]()

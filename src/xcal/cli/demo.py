@@ -15,7 +15,7 @@ from xcal.errors import UserError
 METHODS = ("fl", "fl-dp", "xcal-paper", "xcal")
 # Without clipping a gradient is larger, so plain federated learning has a learning rate of its own.
 SETTINGS: dict[str, Any] = {"clients": 3, "rounds": 8, "epsilon": 5.0, "seed": 0}
-PLAIN_LR = 0.1
+PLAIN_LR = 0.3
 
 
 def demo_command(

@@ -259,6 +259,7 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
             shared_units=federation.parts.shared_units,
             groups_split=federation.parts.groups_split,
             group_name=federation.data.group_name,
+            group_cap=experiment.group_cap,
         )
     )
     write_json(folder.path / "statement.json", statement)

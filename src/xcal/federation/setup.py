@@ -13,7 +13,7 @@ from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition, Shard, partition
-from xcal.data.sampling import UnitTable
+from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import Method
@@ -100,6 +100,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
     data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED)
     train = _fewer(data.train, experiment.train_images)
+    if experiment.unit == "record" and experiment.group_cap is not None:
+        rng = np.random.default_rng(DATA_SEED)
+        train = train.take(cap_groups(train.groups, experiment.group_cap, rng))
     data = ImageData(
         data.name, data.classes, data.group_name, data.licence, train, data.validation, data.test
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.privacy.calibration import Plan
+from xcal.privacy.calibration import Plan, group_epsilon
 
 RELATION = (
     "zero-out: two data sets are neighbours when one unit's data are replaced by a null unit that"
@@ -45,6 +45,7 @@ class Situation:
     shared_units: bool = False
     groups_split: bool = False
     group_name: str = "record"
+    group_cap: int | None = None  # declared and enforced, for record-level runs
     epsilon_nominal: float | None = None
 
 
@@ -69,6 +70,31 @@ def _promise(situation: Situation) -> str:
     )
 
 
+def person_guarantees(situation: Situation) -> list[dict[str, Any]]:
+    """What a record-level run is worth to a person with several images, worst client first.
+
+    For the declared cap, or for a few examples where none is declared: the largest group that is
+    really there is private and is not looked at.
+    """
+    if situation.unit != "record" or situation.group_name == "record" or not situation.plans:
+        return []
+    cap = situation.group_cap
+    found = []
+    for images in (cap,) if cap is not None else (2, 4, 12):
+        values = [group_epsilon(plan, images) for plan in situation.plans.values()]
+        worst = None if None in values else max(v for v in values if v is not None)
+        found.append({"images": images, "epsilon": worst})
+    return found
+
+
+def _person_sentence(situation: Situation, found: dict[str, Any]) -> str:
+    delta = next(iter(situation.plans.values())).delta
+    who = f"a {situation.group_name} with {found['images']} images"
+    if found["epsilon"] is None:
+        return f"no guarantee for {who}"
+    return f"for {who}: epsilon {found['epsilon']:.3g} at delta {delta:g}"
+
+
 def _warnings(situation: Situation) -> list[str]:
     found = {w for plan in situation.plans.values() for w in plan.warnings}
     if situation.plans and situation.noise == "seeded":
@@ -86,8 +112,14 @@ def _warnings(situation: Situation) -> list[str]:
     if situation.plans and situation.unit == "record" and situation.group_name != "record":
         found.add(
             f"The guarantee is per image; a {situation.group_name} with several images is protected"
-            ' only through group privacy, which weakens quickly. unit = "group" protects the'
-            f" {situation.group_name}."
+            " only through group privacy, which weakens quickly ("
+            + "; ".join(_person_sentence(situation, f) for f in person_guarantees(situation))
+            + (
+                f"; at most {situation.group_cap} images of one {situation.group_name} are used"
+                if situation.group_cap is not None
+                else "; no cap on images was declared"
+            )
+            + f"). unit = 'group' protects the {situation.group_name}."
         )
     if situation.groups_split and situation.group_name != "record":
         found.add(f"Images of one {situation.group_name} stand at several clients.")
@@ -116,6 +148,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
             }
             for client, plan in situation.plans.items()
         ],
+        "persons": person_guarantees(situation),
         "sampling": "Poisson, by unit; never truncated; sums divided by the expected batch"
         if private
         else None,
