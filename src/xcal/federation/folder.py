@@ -64,11 +64,6 @@ def command() -> str:
     return shlex.join([name, *sys.argv[1:]])
 
 
-def _digest(experiment: Experiment) -> str:
-    text = json.dumps(experiment.resolved(), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 class RunFolder:
     """DIR of one run. It exists only with its configuration in it, so it can always be resumed."""
 
@@ -94,8 +89,9 @@ class RunFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             scratch.mkdir()
-            about["experiment"] = _digest(experiment)
-            write_bytes(scratch / "experiment.toml", to_toml(experiment.resolved()).encode())
+            text = to_toml(experiment.resolved()).encode()
+            about["experiment"] = hashlib.sha256(text).hexdigest()
+            write_bytes(scratch / "experiment.toml", text)
             write_json(scratch / "run.json", about)
             if path.exists():
                 path.rmdir()
@@ -119,13 +115,12 @@ class RunFolder:
     @property
     def experiment(self) -> Experiment:
         """The run's configuration, refused where it is not the one the run began with."""
-        found = make_experiment(read_toml(self.path / "experiment.toml"), str(self.path))
-        if self.about["experiment"] != _digest(found):
+        path = self.path / "experiment.toml"
+        if self.about.get("experiment") != hashlib.sha256(path.read_bytes()).hexdigest():
             raise UserError(
-                f"{self.path / 'experiment.toml'} was changed since the run began: restore it, or"
-                " start a new run with it."
+                f"{path} was changed since the run began: restore it, or start a new run with it."
             )
-        return found
+        return make_experiment(read_toml(path), str(path))
 
     def client_home(self, client: str) -> Path:
         return self.path / "clients" / client
