@@ -98,7 +98,10 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     method = get_method(experiment.method)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
-    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED)
+    # Drawn images need not be drawn to be left out.
+    fewer = {"train": experiment.train_images} if experiment.data == "smear" else {}
+    options = {key: count for key, count in fewer.items() if count is not None}
+    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **options)
     train = _fewer(data.train, experiment.train_images)
     if experiment.unit == "record" and experiment.group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
