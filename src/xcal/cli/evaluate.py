@@ -23,6 +23,9 @@ def evaluate_command(
     against: Path | None = typer.Option(
         None, help="Another run, usually without privacy: how alike are the maps?"
     ),
+    map_method: str = typer.Option(
+        "gradcam", "--map", help="How maps are made: gradcam, gradcam++ or hirescam."
+    ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
@@ -31,7 +34,13 @@ def evaluate_command(
 
     loaded = load_run(run)
     other = load_run(against) if against is not None else None
-    found = evaluate_run(loaded, load_data(loaded, data), explained=images, against=other)
+    found = evaluate_run(
+        loaded,
+        load_data(loaded, data),
+        explained=images,
+        against=other,
+        maps_by=map_method,  # type: ignore[arg-type]  # checked where maps are made
+    )
     if as_json:
         typer.echo(json.dumps({"run": run.name, **found}, indent=2))
         return

@@ -11,7 +11,7 @@ from xcal.data.images import ImageData, Images
 from xcal.data.sampling import to_tensor
 from xcal.errors import UserError
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
-from xcal.explain.gradcam import enlarge_maps, gradcam_maps
+from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
 from xcal.federation.local import public_subset
 from xcal.report.runs import LoadedRun
 from xcal.training.evaluate import explanation_metrics, predict
@@ -26,6 +26,7 @@ def evaluate_run(
     *,
     explained: int | None = None,
     against: LoadedRun | None = None,
+    maps_by: MapMethod = "gradcam",
 ) -> dict[str, Any]:
     """Metrics as plain values for a table or a JSON file; None for what is undefined.
 
@@ -54,7 +55,7 @@ def evaluate_run(
         "agreement": None,
     }
     if subset is not None:
-        result["explanations"] = explanation_metrics(run.model, subset)
+        result["explanations"] = explanation_metrics(run.model, subset, maps_by=maps_by)
         result["sanity_check"] = _sanity_check(run, subset)
         if against is not None:
             result["agreement"] = _agreement(run, against, subset)

@@ -15,7 +15,7 @@ from xcal.data.images import Images
 from xcal.data.sampling import to_tensor
 from xcal.explain.classification import classification_metrics, macro_f1
 from xcal.explain.faithfulness import insertion_deletion
-from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.localisation import localisation
 from xcal.explain.road import RoadSettings, road
 
@@ -72,12 +72,15 @@ def explain_road(model: nn.Module, images: Images, *, device: str = "cpu") -> di
     return {**found, "seconds": round(time.monotonic() - began, 3)}
 
 
-def explanation_metrics(model: nn.Module, images: Images, *, device: str = "cpu") -> dict[str, Any]:
-    """All measures of the model's Grad-CAM: ROAD, insertion and deletion, localisation."""
+def explanation_metrics(
+    model: nn.Module, images: Images, *, device: str = "cpu", maps_by: MapMethod = "gradcam"
+) -> dict[str, Any]:
+    """All measures of the model's maps: ROAD, insertion and deletion, localisation."""
     began = time.monotonic()
     inputs = to_tensor(np.asarray(images.pixels)).to(device)
-    maps = gradcam_maps(model, inputs)
-    result: dict[str, Any] = {"road": road(model, inputs, maps, RoadSettings()).summary()}
+    maps = gradcam_maps(model, inputs, method=maps_by)
+    result: dict[str, Any] = {"maps": maps_by}
+    result["road"] = road(model, inputs, maps, RoadSettings()).summary()
     curves = insertion_deletion(model, inputs, maps)
     result["insertion_auc"] = float(curves.insertion_auc.mean()) if len(images) else None
     result["deletion_auc"] = float(curves.deletion_auc.mean()) if len(images) else None
