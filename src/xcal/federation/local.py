@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from xcal.data.images import Images
+from xcal.errors import UserError
 from xcal.federation.card import card_text
 from xcal.federation.files import lock_folder, read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import (
     RoundReply,
     RoundRequest,
-    Site,
     Weights,
     averaged,
     client_round,
@@ -29,6 +29,7 @@ from xcal.federation.rounds import (
     server_round,
 )
 from xcal.federation.setup import DATA_SEED, Federation, prepare
+from xcal.federation.site import Site
 from xcal.methods.base import Method
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
@@ -139,6 +140,10 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             for c in federation.schedule[t]
         ]
         weights = server_round(weights, replies)
+        if not all(bool(torch.isfinite(w).all()) for w in weights.values()):
+            raise UserError(
+                f"Training diverged in round {t + 1}: lower lr (now {experiment.lr:g})."
+            )
         reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
         load_weights(model, reported)
         for reply in replies:

@@ -6,34 +6,28 @@ Every engine calls these two functions and nothing else, so all of them give the
 from __future__ import annotations
 
 import hashlib
-import secrets
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.errors import UserError
-from xcal.federation.files import read_tensors, write_bytes, write_tensors
+from xcal.federation.files import read_tensors, write_tensors
+from xcal.federation.site import Pace, Site
 from xcal.methods.base import Method, save_state
 from xcal.methods.registry import get_method
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Head, RunTerms
-from xcal.privacy.noise import NoiseSource
+from xcal.privacy.ledger_rows import RunTerms
 from xcal.training.clipping import ClippingEngine
 from xcal.training.local import (
     Bench,
-    LocalData,
     Optimiser,
-    ReplayKey,
     StepRecord,
     digest_tensors,
     trainable,
@@ -78,44 +72,6 @@ class RoundReply:
     report: ClientReport
     weights: Weights | None
     trace: tuple[StepRecord, ...] = ()
-
-
-@dataclass
-class Site:
-    """A client as its owner holds it: data, home, noise. The server sees none of it."""
-
-    client: str
-    home: Path
-    data: LocalData
-    noise: NoiseSource
-    build_model: Callable[[], nn.Module]
-    expected_head: Head | None = None
-    _digest: str | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        self.home.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def ledger_path(self) -> Path:
-        return self.home / "ledger.sqlite"
-
-    def folder(self, run: str) -> Path:
-        """Where one run's state is kept: two runs on one home never see each other's."""
-        folder = self.home / "runs" / run
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
-    def replay_key(self, experiment: Experiment) -> ReplayKey | None:
-        """Only seeded noise can be replayed, so only then inputs are compared."""
-        if self.noise.name != "seeded":
-            return None
-        path = self.home / "replay.key"
-        if not path.exists():
-            write_bytes(path, secrets.token_bytes(32))
-        if self._digest is None:
-            self._digest = self.data.digest()
-        context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
-        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 
 def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
@@ -256,7 +212,7 @@ def _train(
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
-    pace = _Pace()
+    pace = Pace()
     for step in range(first, steps):
         if halted:
             break
@@ -280,23 +236,6 @@ def _train(
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
-
-
-class _Pace:
-    """Save as often as costs little: saving takes at most about a twentieth of the time."""
-
-    def __init__(self) -> None:
-        self._last_end = time.monotonic()
-        self._cost = 0.0
-        self._start = 0.0
-
-    def due(self) -> bool:
-        self._start = time.monotonic()
-        return self._start - self._last_end >= 20 * self._cost
-
-    def done(self) -> None:
-        self._last_end = time.monotonic()
-        self._cost = self._last_end - self._start
 
 
 def _weights_of(model: nn.Module) -> Weights:

@@ -1,0 +1,75 @@
+"""A client as its owner holds it: data, home, noise; and how often its state is saved."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from xcal.config import Experiment
+from xcal.federation.files import write_bytes
+from xcal.privacy.ledger_rows import Head
+from xcal.privacy.noise import NoiseSource
+from xcal.training.local import LocalData, ReplayKey
+
+
+@dataclass
+class Site:
+    """A client as its owner holds it: data, home, noise. The server sees none of it."""
+
+    client: str
+    home: Path
+    data: LocalData
+    noise: NoiseSource
+    build_model: Callable[[], nn.Module]
+    expected_head: Head | None = None
+    _digest: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.home / "ledger.sqlite"
+
+    def folder(self, run: str) -> Path:
+        """Where one run's state is kept: two runs on one home never see each other's."""
+        folder = self.home / "runs" / run
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def replay_key(self, experiment: Experiment) -> ReplayKey | None:
+        """Only seeded noise can be replayed, so only then inputs are compared."""
+        if self.noise.name != "seeded":
+            return None
+        path = self.home / "replay.key"
+        if not path.exists():
+            write_bytes(path, secrets.token_bytes(32))
+        if self._digest is None:
+            self._digest = self.data.digest()
+        context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
+        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+
+
+class Pace:
+    """Save as often as costs little: saving takes at most about a twentieth of the time."""
+
+    def __init__(self) -> None:
+        self._last_end = time.monotonic()
+        self._cost = 0.0
+        self._start = 0.0
+
+    def due(self) -> bool:
+        self._start = time.monotonic()
+        return self._start - self._last_end >= 20 * self._cost
+
+    def done(self) -> None:
+        self._last_end = time.monotonic()
+        self._cost = self._last_end - self._start
