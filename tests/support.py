@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.data.images import ImageData, Images
+from xcal.methods.fl_dp import StaticNoise
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -73,6 +74,10 @@ def micro(classes: int, *, seed: int | None = None) -> nn.Module:
             else:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
+
+
+# A method of one's own, as a user would add one: static noise under another name.
+own_method = StaticNoise(name="own")
 
 
 TINY: dict[str, Any] = {

@@ -189,3 +189,22 @@ def test_exhausted_clients_say_so_and_are_left_out(tmp_path: Path) -> None:
     assert any(r["exhausted"] for r in rounds)
     assert all(c["epsilon_spent"] <= 60.0 for c in result["clients"])
     assert result["epsilon_paper"] <= 60.0 * (1 + 1e-9)
+
+
+def test_a_method_of_ones_own_runs_like_any_other(tmp_path: Path) -> None:
+    result = xcal.run(tmp_path / "own", **{**TINY, "method": "support:own_method"})
+    assert result["epsilon_target"] == 8.0
+    rows = read_rows(tmp_path / "own" / "clients" / "0" / "ledger.sqlite")
+    assert [r.method for r in runs_of(rows).values()] == ["own"]
+
+
+def test_units_at_several_clients_are_named_in_the_statement(tmp_path: Path) -> None:
+    xcal.run(tmp_path / "s", method="fl-dp", **{**TINY, "units_per_client": 90})
+    statement = (tmp_path / "s" / "statement.txt").read_text()
+    assert "Some units stand at several clients" in statement
+
+
+@pytest.mark.parametrize("partition", ["label", "label-extreme", "covariate"])
+def test_every_partition_trains(partition: str, tmp_path: Path) -> None:
+    result = xcal.run(tmp_path / "p", method="fl-dp", **{**TINY, "partition": partition})
+    assert len(result["clients"]) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import runpy
 from pathlib import Path
@@ -58,3 +59,9 @@ def test_links_of_the_documents_lead_somewhere() -> None:
 def test_the_configuration_page_is_up_to_date() -> None:
     namespace = runpy.run_path(str(ROOT / "docs" / "make_configuration.py"), run_name="page")
     assert (ROOT / "docs" / "configuration.md").read_text() == namespace["page"]()
+
+
+def test_the_docstrings_of_the_api_tell_the_truth() -> None:
+    found = doctest.testmod(xcal)
+    assert found.attempted > 0
+    assert found.failed == 0

@@ -223,3 +223,27 @@ def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:
             xcal.run(tmp_path / "run", resume=True)
     finally:
         os.close(handle)
+
+
+@pytest.mark.slow
+def test_control_c_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["run", *sets(method="xcal", rounds=60), "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xcal", *words],
+        env=xcal_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "rounds.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "xcal run --resume" in " ".join(printed.split())
+    assert "Traceback" not in errors
+    for home in (out / "clients").iterdir():
+        assert verify(home / "ledger.sqlite").ok
+    assert xcal.run(out, resume=True)["rounds"] == 60
