@@ -13,7 +13,7 @@ from torch import nn
 
 from xcal.errors import UserError
 from xcal.models.efficientnet import efficientnet_b0
-from xcal.models.layers import group_count
+from xcal.models.layers import HalvingMaxPool2d, group_count
 from xcal.models.resnet import resnet18
 from xcal.models.weights import load_published, read_weights
 
@@ -146,6 +146,20 @@ def test_frozen_statistics_survive_training_mode():
 )
 def test_groups_hold_at_least_four_channels(channels, groups):
     assert group_count(channels) == groups
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (7, 8), (16, 16), (9, 33)])
+def test_the_quick_maximum_is_the_librarys(height, width):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, height, width, generator=generator).relu()
+    x[0, 0, 0, 0] = float("nan")
+    pool = HalvingMaxPool2d()
+    with torch.no_grad():
+        quick = pool(x)
+    assert quick.is_contiguous()
+    expected = nn.functional.max_pool2d(x, 3, 2, 1)
+    torch.testing.assert_close(quick, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pool(x), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def published(model):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
@@ -30,6 +31,31 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
     def train(self, mode: bool = True) -> FrozenBatchNorm2d:
         return super().train(False)
+
+
+class HalvingMaxPool2d(nn.MaxPool2d):
+    """The maximum over 3x3 windows at every second pixel, with edges padded.
+
+    Where no gradient is wanted, one axis after the other and by whole slices: the same numbers,
+    several times faster than the library, which also looks for where each maximum stood.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(3, 2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or 0 in x.shape:
+            return super().forward(x)
+        return _halved(_halved(x.mT).mT).contiguous()
+
+
+def _halved(x: Tensor) -> Tensor:
+    """The maximum of each even column and its neighbours."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    columns = even.shape[-1]
+    before = F.pad(odd, (1, 0), value=-math.inf)[..., :columns]
+    after = F.pad(odd, (0, columns - odd.shape[-1]), value=-math.inf)
+    return torch.maximum(torch.maximum(even, after), before)
 
 
 def group_count(channels: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.models.layers import (
+    HalvingMaxPool2d,
     Norm,
     check_output_stride,
     choose_trainable,
@@ -58,7 +59,7 @@ class ResNet18(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
         self.bn1 = norm(64)
-        self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        self.maxpool = HalvingMaxPool2d()
         self.layer1 = _stage(64, 64, 1, (1, 1), norm)
         self.layer2 = _stage(64, 128, 2, (1, 1), norm)
         self.layer3 = _stage(128, 256, 2, (1, 1), norm)
