@@ -99,7 +99,7 @@ class Experiment(BaseModel):
     contrast: Annotated[float, Field(gt=0)] = Field(
         0.1, description="smallest Δ, the scale of s − s̄"
     )
-    signal_every: Whole = Field(3, description="a signal every k-th step")
+    signal_every: Whole = Field(4, description="a signal every k-th step")
     signal_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share p of the drawn units that enter the signal"
     )
