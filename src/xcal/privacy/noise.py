@@ -183,13 +183,13 @@ def release_tensors(
     device = next(iter(sums.values())).device
     pieces = torch.split(noise.normals(key, sum(sizes)).to(device), sizes)
     grid = release_grid(scale)
-    return {
-        name: value.add(piece.view_as(value).to(value.dtype), alpha=scale)
-        .mul_(1 / grid)
-        .round_()
-        .mul_(grid)
-        for (name, value), piece in zip(sums.items(), pieces, strict=True)
-    }
+    released = {}
+    for (name, value), piece in zip(sums.items(), pieces, strict=True):
+        # Into the noise's own memory: fresh pages for millions of numbers cost more than the sum.
+        target = piece.view_as(value).to(value.dtype)
+        torch.add(value, target, alpha=scale, out=target)
+        released[name] = target.mul_(1 / grid).round_().mul_(grid)
+    return released
 
 
 def release_scalar(value: float, scale: float, noise: NoiseSource, key: NoiseKey) -> float:

@@ -47,7 +47,7 @@ def release_gradient(bench: Bench, step: int, sums: dict[str, Tensor], sigma: fl
     """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser."""
     scale = sigma * bench.clip if sigma > 0 else 0.0  # σ = 0 with C = ∞ is plain SGD, not NaN
     noisy = release_tensors(sums, scale, bench.noise, bench.key(step, "gradient"))
-    bench.optimiser.step({name: value / bench.batch for name, value in noisy.items()})
+    bench.optimiser.step({name: value.div_(bench.batch) for name, value in noisy.items()})
 
 
 def dp_step(bench: Bench, step: int, *, sigma: float, cost: float) -> StepRecord:
