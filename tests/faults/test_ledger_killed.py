@@ -103,8 +103,11 @@ class Client:
 
     def kill(self) -> list[str]:
         """Kill −9; what it had said until then and was not heard yet."""
+        assert self._process.stdout is not None
         self._process.send_signal(signal.SIGKILL)
-        rest, _ = self._process.communicate()
+        # not communicate(): it would pass over what readline() has taken in already
+        rest = self._process.stdout.read()
+        self._process.wait()
         assert self._process.returncode == -signal.SIGKILL
         return rest.split("\n")[:-1]
 
@@ -114,7 +117,10 @@ class Client:
     def __exit__(self, *_: object) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @pytest.fixture
