@@ -5,7 +5,9 @@ python benchmarks/profile_signal.py [network]
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -24,4 +26,12 @@ if __name__ == "__main__":
         with profile(activities=[ProfilerActivity.CPU]) as found:
             for _ in range(5):
                 model(images)
+        for size in (32, 16, 8, 4):
+            times = []
+            for _ in range(5):
+                began = time.perf_counter()
+                for part in images.split(size):
+                    model(part)
+                times.append(1e3 * (time.perf_counter() - began))
+            print(f"32 images, {size} at a time: {statistics.median(times):.0f} ms")
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=8))
