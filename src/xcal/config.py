@@ -103,6 +103,9 @@ class Experiment(BaseModel):
     signal_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share p of the drawn units that enter the signal"
     )
+    signal_source: Literal["model", "constant", "noise", "decay"] = Field(
+        "model", description="the model, or what replaces it at the same cost, to see what it does"
+    )
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = Field(
         500, description="size of the fixed public validation subset measured every round"

@@ -24,6 +24,7 @@ class OurXcal:
         | PRIVATE_KEYS
         | SIGNAL_KEYS
         | {"w", "kappa", "slow_tau", "reference", "contrast", "signal_every", "signal_fraction"}
+        | {"signal_source"}
     )
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
@@ -42,6 +43,7 @@ class OurXcal:
             contrast=experiment.contrast,
             signal_every=experiment.signal_every,
             signal_fraction=experiment.signal_fraction,
+            source=experiment.signal_source,
         )
 
     def load_state(self, saved: dict[str, Any] | None) -> XcalState:

@@ -53,6 +53,7 @@ class XcalRule:
     signal_every: int = 1
     signal_fraction: float = 1.0
     with_signal: bool = True
+    source: str = "model"  # what stands in the signal's place: "constant", "noise" or "decay"
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,26 @@ def share_factor(state: XcalState, rule: XcalRule) -> float:
     return 1 + rule.w * min(max((s - usual) / contrast, -1.0), 1.0)
 
 
+def decaying_factor(rule: XcalRule, steps_left: int) -> float:
+    """m of a public schedule: noise falls as planned shares rise from 1 − w to 1 + w, R in all."""
+    total = rule.plan.steps
+    now = total - steps_left
+
+    def height(step: float) -> float:
+        return 1 + rule.w * (2 * (step + 0.5) / total - 1)
+
+    # Heights fall on a line, so those still to come have the mean of the first and the last.
+    return height(now) / ((height(now) + height(total - 1)) / 2)
+
+
 def next_effective_sigma(
     state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
 ) -> tuple[float, float]:
     """The next step's σ_eff and its cost, from releases and public constants only (METHOD §4.5)."""
     left = rule.plan.budget - spent
-    share = min(left / max(steps_left, 1) * share_factor(state, rule), left)
+    scheduled = rule.source == "decay"
+    factor = decaying_factor(rule, steps_left) if scheduled else share_factor(state, rule)
+    share = min(left / max(steps_left, 1) * factor, left)
     k = table.cheapest_within(share)
     if k is None:
         raise BudgetExhausted("what is left pays for no step of the grid")
@@ -134,14 +149,14 @@ def xcal_step(
         sigma=sigma_eff,
         cost=cost,
         releases=tuple(releases),
-        inputs=bench.inputs(step, sigma, sigma_signal, carries_signal, rule.signal),
+        inputs=bench.inputs(step, sigma, sigma_signal, carries_signal, rule.signal, rule.source),
     )
 
     # 3. One Poisson batch gives both: clipped gradients, and the score of every drawn unit.
     batch = bench.draw(step)
-    if carries_signal:
+    if carries_signal and rule.source == "model":
         sums, centred = _gradient_and_scores(bench, step, batch, rule)
-    else:
+    else:  # a replaced signal costs the same and says nothing of the images
         sums, centred = clipped_sum(bench, batch), 0.0
 
     # 4. Release both; the optimiser and the averages see nothing else.
@@ -149,6 +164,7 @@ def xcal_step(
     if carries_signal:
         noisy = release_scalar(centred, sigma_signal, bench.noise, bench.key(step, "signal"))
         mean = 0.5 + noisy / (rule.signal_fraction * bench.batch)
+        mean = 0.5 if rule.source == "constant" else mean
         state = state.updated(mean, rule)
     release_gradient(bench, step, sums.gradients, sigma)
     return state, StepRecord(bench.round, step, sigma, mean, bench.account.filter.share_spent)
