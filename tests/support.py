@@ -47,6 +47,15 @@ def tiny(*, pixels: int = 16, seed: int = 0, train: int = 150) -> ImageData:
     )
 
 
+def coloured(*, pixels: int = 16, seed: int = 0) -> ImageData:
+    """`tiny` with a tint that tells the class, so that even `micro` learns it nearly perfectly."""
+    data = tiny(pixels=pixels, seed=seed)
+    for _, images in data.splits():
+        for i, label in enumerate(images.labels):
+            images.pixels[i, :, :, int(label)] += 60
+    return data
+
+
 class Micro(nn.Module):
     cam_layer = "act"
     head_layer: str | None = "head"

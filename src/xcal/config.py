@@ -46,6 +46,12 @@ class Experiment(BaseModel):
     average: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="share of a round's weights in the reported model's running average"
     )
+    aggregation: Literal["mean", "median", "trimmed-mean"] = Field(
+        "mean", description="what the server makes of a round's answers; the last two by coordinate"
+    )
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.2, description="share of the answers that trimmed-mean drops at each end, rounded up"
+    )
     partition: Literal["iid", "label", "label-extreme", "covariate"] = Field(
         "iid", description="how the training images are spread over the clients"
     )
@@ -72,7 +78,7 @@ class Experiment(BaseModel):
     # local training
     batch: Whole = Field(64, description="expected batch B")
     lr: Positive = Field(1.5, description="learning rate η")
-    clip: Positive = Field(1.0, description="clipping norm C")
+    clip: Positive = Field(1.0, description="clipping norm C; in dp-fedavg S, of a client's update")
     optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")
     # the signal

@@ -15,12 +15,14 @@ import xcal
 from support import TINY
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
+from xcal.methods.base import CentralMethod
 from xcal.methods.registry import METHODS
 from xcal.privacy.accounting import reference_cost
 from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 ALL = sorted(METHODS)
 PRIVATE = [name for name in ALL if METHODS[name].private]
+CENTRAL = [name for name in ALL if isinstance(METHODS[name], CentralMethod)]
 
 RESULT_KEYS = set(
     "method macro_f1 epsilon_target epsilon_nominal epsilon_paper delta unit noise seed network"
@@ -49,12 +51,19 @@ def test_result_names_what_was_promised(finished: Any, method: str) -> None:
     private = method in PRIVATE
     assert result["method"] == method
     assert (result["epsilon_target"] is not None) == private
-    assert (result["unit"] is not None) == private
+    central = method in CENTRAL
+    assert (result["epsilon_client"] is not None) == central
+    assert result["unit"] == ("client" if central else "record" if private else None)
     assert 0 <= result["macro_f1"] <= 1
     statement = json.loads((folder / "statement.json").read_text())
     if private:
         assert "(8, 0.001)-differentially private" in statement["promise"]
         assert {c["epsilon"] for c in statement["clients"]} == {8.0}
+    elif central:  # never in one column with record level
+        assert "(8, 0.001)-differentially private for all that one client" in statement["promise"]
+        assert "infinite epsilon" in statement["promise"]
+        assert statement["unit"] == "client"
+        assert statement["clients"] == []
     else:
         assert "infinite" in statement["promise"]
         assert statement["clients"] == []

@@ -115,6 +115,14 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
         if result["epsilon_target"] is not None
         else "no guarantee (ε = ∞)"
     )
+    if result.get("epsilon_client") is not None:
+        spent = result["server"]["epsilon_spent"]
+        console.print(
+            f"Client level, by a trusted server: ({result['epsilon_client']:g},"
+            f" {result['delta']:g})-DP per client, odometer {spent:.4g}; the table above is per"
+            f" record, against the server."
+        )
+        promise = "no guarantee per record (ε = ∞)"
     console.print(
         f"Test macro F1 {result['macro_f1']:.3f}, {promise}, {result['noise'] or 'no'} noise."
     )

@@ -74,6 +74,17 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
         if result["epsilon_paper"] is not None:
             lines.append(f"- By the paper's own accounting: ε = {result['epsilon_paper']:.4g}.")
         lines += ["", "Not protected:", "", *_bullets(statement["not_protected"])]
+    elif result.get("epsilon_client") is not None:
+        lines += [
+            "",
+            f"- At client level, against all but the server: ε = {result['epsilon_client']:g}, δ ="
+            f" {result['delta']:g}, {result['noise']} noise.",
+            "- At record level, against the server: ε = ∞.",
+            "",
+            "Not protected:",
+            "",
+            *_bullets(statement["not_protected"]),
+        ]
     return [*lines, "", "The whole statement is in `statement.txt`."]
 
 

@@ -14,23 +14,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.errors import UserError
+from xcal.federation.aggregation import averaged, server_round
 from xcal.federation.card import card_text
+from xcal.federation.central import ServerSite, server_rule
 from xcal.federation.files import lock_folder, read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import (
     RoundReply,
     RoundRequest,
     Weights,
-    averaged,
     client_round,
     load_weights,
-    server_round,
 )
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.federation.site import Site
-from xcal.methods.base import Method
+from xcal.methods.base import Method, save_state
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.ledger_rows import Head, Terms
@@ -104,6 +105,8 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
     weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
     reported = weights
     first, heads, reports = 0, dict[str, Head](), dict[str, dict[str, Any]]()
+    losses: list[float] = []  # on public validation images, one a round
+    remembered: dict[str, Any] | None = None
     checkpoint = folder.load_checkpoint()
     if checkpoint is not None:
         tensors, state = checkpoint
@@ -118,9 +121,18 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
         first = state["rounds"]
         heads = {c: Head(**h) for c, h in state["heads"].items()}
         reports = state["reports"]
+        losses, remembered = state.get("losses", []), state.get("server")
     for name in ("rounds.jsonl", "trace.jsonl"):
         folder.rewrite_lines(name, first)
     sites = _make_sites(folder, federation, heads)
+    rule = server_rule(
+        experiment,
+        federation.method,
+        federation.participants,
+        federation.server_plan,
+        ServerSite(folder.about["run"], folder.path / "server", _noise(experiment)),
+    )
+    server = rule.load_state(remembered)
 
     def planned(rounds: Sequence[tuple[int, ...]]) -> int:
         return sum(federation.steps_of_round(c) for chosen in rounds for c in chosen)
@@ -132,14 +144,16 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
         began = time.monotonic()
         replies = [
             client_round(
-                RoundRequest(folder.about["run"], t, federation.own_rounds(c), experiment),
+                RoundRequest(
+                    folder.about["run"], t, federation.own_rounds(c), experiment, tuple(losses)
+                ),
                 weights,
                 sites[c],
                 progress.step,
             )
             for c in federation.schedule[t]
         ]
-        weights = server_round(weights, replies)
+        weights, server = server_round(t, weights, replies, rule, server)
         if not all(bool(torch.isfinite(w).all()) for w in weights.values()):
             raise UserError(
                 f"Training diverged in round {t + 1}: lower lr (now {experiment.lr:g})."
@@ -151,6 +165,9 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             site = sites[int(reply.report.client)]
             site.expected_head = Head(reply.report.ledger_rows, reply.report.ledger_hash)
         record = _round_record(t, replies, model, validation, explained, experiment.device)
+        if record["validation_loss"] is not None:
+            losses.append(record["validation_loss"])
+        record["server"] = rule.report(server)
         record["seconds"] = round(time.monotonic() - began, 3)
         folder.append_lines("rounds.jsonl", [record])
         folder.append_lines(
@@ -164,11 +181,18 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
                 "rounds": t + 1,
                 "reports": reports,
                 "heads": {s.client: asdict(s.expected_head) for s in sites if s.expected_head},
+                "losses": losses,
+                "server": save_state(server),
             },
         )
         progress.round(record)
     load_weights(model, reported)
-    return _finish(folder, federation, model, reports, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return _finish(folder, federation, model, reports, rule.report(server), seconds)
+
+
+def _noise(experiment: Experiment) -> NoiseSource:
+    return SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoise()
 
 
 def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head]) -> list[Site]:
@@ -194,9 +218,6 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
                         simulated=True,
                     ),
                 )
-        noise: NoiseSource = (
-            SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoise()
-        )
         sites.append(
             Site(
                 client=name,
@@ -208,7 +229,7 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
                     brightness=shard.brightness,
                     device=experiment.device,
                 ),
-                noise=noise,
+                noise=_noise(experiment),
                 build_model=lambda: build_network(experiment, len(federation.data.classes)).to(
                     experiment.device
                 ),
@@ -235,11 +256,12 @@ def _round_record(
     explained: Images | None,
     device: str,
 ) -> dict[str, Any]:
-    f1 = predict(model, validation, device=device).macro_f1() if validation is not None else None
+    measured = predict(model, validation, device=device) if validation is not None else None
     found = explain_road(model, explained, device=device) if explained is not None else {}
     return {
         "round": t,
-        "validation_macro_f1": f1,
+        "validation_macro_f1": None if measured is None else measured.macro_f1(),
+        "validation_loss": None if measured is None else measured.loss(),
         "road_validation": found.get("road"),
         "road_logit_percent_validation": found.get("road_logit_percent"),
         "road_seconds": found.get("seconds"),
@@ -253,8 +275,9 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
     """Schedule, plans and statement: all of it known before the first step."""
     experiment = federation.experiment
     plans = {str(c): p for c, p in enumerate(federation.plans) if p is not None}
+    central = {} if federation.server_plan is None else {"server": federation.server_plan}
     write_json(folder.path / "schedule.json", [list(r) for r in federation.schedule])
-    write_json(folder.path / "plans.json", {c: p.as_dict() for c, p in plans.items()})
+    write_json(folder.path / "plans.json", {c: p.as_dict() for c, p in (plans | central).items()})
     statement = make_statement(
         Situation(
             method=experiment.method,
@@ -265,6 +288,7 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
             groups_split=federation.parts.groups_split,
             group_name=federation.data.group_name,
             group_cap=experiment.group_cap,
+            server_plan=federation.server_plan,
         )
     )
     write_json(folder.path / "statement.json", statement)
@@ -276,6 +300,7 @@ def _finish(
     federation: Federation,
     model: nn.Module,
     reports: dict[str, dict[str, Any]],
+    server: dict[str, Any] | None,
     seconds: float,
 ) -> dict[str, Any]:
     """Measure on the whole test set and write the result, last of all."""
@@ -293,6 +318,7 @@ def _finish(
     )
     road = (explanations or {}).get("road", {})
     private = any(p is not None for p in federation.plans)
+    central = federation.server_plan  # its unit is the client: a column of its own
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
     result = {
         "method": experiment.method,
@@ -304,9 +330,10 @@ def _finish(
         "epsilon_target": experiment.epsilon if private else None,
         "epsilon_nominal": experiment.epsilon if private else None,
         "epsilon_paper": max(paper) if paper else None,
-        "delta": experiment.delta if private else None,
-        "unit": experiment.unit if private else None,
-        "noise": experiment.noise_source if private else None,
+        "epsilon_client": central.epsilon if central is not None else None,
+        "delta": experiment.delta if private or central is not None else None,
+        "unit": central.unit if central is not None else experiment.unit if private else None,
+        "noise": experiment.noise_source if private or central is not None else None,
         "mean_sigma": _mean_sigma(folder) if private else None,
         "seed": experiment.seed,
         "clients": [
@@ -322,6 +349,7 @@ def _finish(
             }
             for _, r in sorted(reports.items(), key=lambda item: int(item[0]))
         ],
+        "server": server,
         "classification": test.metrics(),
         "explanations": explanations,
         "rounds": experiment.rounds,

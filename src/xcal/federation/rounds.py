@@ -1,6 +1,7 @@
-"""One round, without an engine: what a client does with a request, a server with replies.
+"""One round at a client, without an engine: what it does with a request.
 
-Every engine calls these two functions and nothing else, so all of them give the same result.
+Every engine calls `client_round` here and `aggregation.server_round`, and nothing else, so all of
+them give the same result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from xcal.errors import UserError
 from xcal.federation.files import read_tensors, write_tensors
 from xcal.federation.site import Pace, Site
 from xcal.methods.base import Method, save_state
-from xcal.methods.registry import get_method
+from xcal.methods.registry import method_of
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
@@ -45,6 +46,7 @@ class RoundRequest:
     round: int  # from 0
     own_rounds: tuple[int, ...]  # the client's rounds by the published schedule
     experiment: Experiment
+    validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def _train(
     on_step: OnStep,
 ) -> RoundReply:
     experiment = request.experiment
-    method = get_method(experiment.method)
+    method = method_of(experiment)
     if request.round not in request.own_rounds:
         raise UserError(f"Round {request.round} is not one of this client's own: refused.")
     plan = method.plan(experiment, site.data.units, len(request.own_rounds))
@@ -209,6 +211,7 @@ def _train(
         batch=experiment.batch,
         clip=experiment.clip,
         replay=site.replay_key(experiment),
+        validation_losses=request.validation_losses,
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -330,29 +333,3 @@ def _report(
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,
     )
-
-
-def server_round(weights: Weights, replies: Sequence[RoundReply]) -> Weights:
-    """The average of the answers, weighted by declared units, summed in the clients' order.
-
-    Clients that trained nothing are left out; where nobody trained, the weights stay.
-    """
-    answers = [r for r in replies if r.weights is not None]
-    if not answers:
-        return {name: value.clone() for name, value in weights.items()}
-    total = sum(r.report.units for r in answers)
-    result: Weights = {}
-    for name, old in weights.items():
-        accumulated = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
-        for reply in answers:
-            assert reply.weights is not None
-            accumulated += reply.weights[name].to(old.device, torch.float64) * (
-                reply.report.units / total
-            )
-        result[name] = accumulated.to(old.dtype)
-    return result
-
-
-def averaged(reported: Weights, weights: Weights, share: float) -> Weights:
-    """The running average of released models that is reported; clients go on from `weights`."""
-    return {name: (1 - share) * reported[name] + share * weights[name] for name in weights}

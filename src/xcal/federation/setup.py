@@ -15,9 +15,10 @@ from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
+from xcal.federation.central import check_rule
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import Method
-from xcal.methods.registry import get_method
+from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger import Ledger
@@ -36,6 +37,12 @@ class Federation:
     parts: Partition
     schedule: tuple[tuple[int, ...], ...]  # clients of each round
     plans: tuple[Plan | None, ...]
+    server_plan: Plan | None = None  # where a trusted server adds the noise
+
+    @property
+    def participants(self) -> int:
+        """Clients a round, m."""
+        return len(self.schedule[0])
 
     def own_rounds(self, client: int) -> tuple[int, ...]:
         return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
@@ -95,7 +102,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
 
     `new`: the run has not begun, so homes given by path are asked whether they would admit it.
     """
-    method = get_method(experiment.method)
+    method = method_of(experiment)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
     # Drawn images need not be drawn to be left out.
@@ -148,6 +155,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             )
         own = sum(client in chosen for chosen in schedule)
         plans.append(method.plan(experiment, units, own) if own else None)
+    server_plan = check_rule(experiment, method, len(schedule[0]))
     if method.private:  # refuse an unfit network before anything is charged
         network = build_network(experiment, len(data.classes))
         ClippingEngine(network)
@@ -158,4 +166,4 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             book.check(
                 run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
             )
-    return Federation(experiment, method, data, parts, schedule, tuple(plans))
+    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from xcal.config import Experiment
 from xcal.explain.signal import SignalSettings
 from xcal.privacy.calibration import Plan, PlanShape
+from xcal.training.central import ServerBench, Update
 from xcal.training.local import Bench, StepRecord
 
 # Keys that every method uses.
@@ -15,7 +17,7 @@ COMMON_KEYS = frozenset(
     "method data pixels train_images network norm output_stride train train_norm weights clients"
     " participants rounds local_epochs average partition concentration units_per_client"
     " keep_groups unit images_per_unit group_cap noise batch lr optimizer momentum"
-    " validation_images road_images road_test_images seed threads device".split()
+    " validation_images road_images road_test_images seed threads device aggregation trim".split()
 )
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "chunk", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
@@ -64,6 +66,33 @@ class Method(Protocol):
 
     def epsilon_paper(self, experiment: Experiment, plan: Plan | None, state: Any) -> float | None:
         """ε by the paper's own accounting, where that exists."""
+        ...
+
+
+@runtime_checkable
+class CentralMethod(Method, Protocol):
+    """A method whose noise is added by a trusted server, for a whole client.
+
+    Its clients send raw updates, so that it has no guarantee at record level against the server.
+    """
+
+    def server_plan(self, experiment: Experiment, participants: int) -> Plan:
+        """The server's plan for rounds of `participants` clients; its unit is the client."""
+        ...
+
+    def load_server_state(self, saved: dict[str, Any] | None, experiment: Experiment) -> Any:
+        """The server's state from its saved form; the initial one from None."""
+        ...
+
+    def server_step(
+        self,
+        bench: ServerBench,
+        experiment: Experiment,
+        plan: Plan,
+        updates: Sequence[Update],
+        state: Any,
+    ) -> tuple[Update, Any]:
+        """The released mean update. Raises `BudgetExhausted` where the filter refuses it."""
         ...
 
 

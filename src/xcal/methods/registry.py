@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
-from xcal.methods.base import Method
+from xcal.methods.base import CentralMethod, Method
+from xcal.methods.dp_fedavg import DP_FEDAVG
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.plain import CENTRALIZED, FL
 from xcal.methods.xcal import XCAL
@@ -12,7 +13,9 @@ from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
 from xcal.privacy.calibration import Plan
 
-METHODS: dict[str, Method] = {m.name: m for m in (CENTRALIZED, FL, FL_DP, XCAL_PAPER, XCAL)}
+METHODS: dict[str, Method] = {
+    m.name: m for m in (CENTRALIZED, FL, FL_DP, XCAL_PAPER, XCAL, DP_FEDAVG)
+}
 
 
 def get_method(name: str) -> Method:
@@ -28,9 +31,19 @@ def get_method(name: str) -> Method:
     )
 
 
+def method_of(experiment: Experiment) -> Method:
+    """The experiment's method, in the variant that its other keys ask for."""
+    method = get_method(experiment.method)
+    choose = getattr(method, "variant", None)
+    chosen: Method = method if choose is None else choose(experiment)
+    return chosen
+
+
 def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) -> Plan:
     """The plan of a method with a guarantee."""
-    method = get_method(experiment.method)
+    method = method_of(experiment)
+    if isinstance(method, CentralMethod):  # the units are the clients of a round
+        return method.server_plan(experiment, units)
     plan = method.plan(experiment, units, own_rounds or experiment.rounds)
     if plan is None:
         raise UserError(

@@ -301,6 +301,8 @@ def find_ledgers(path: Path) -> Iterator[Path]:
         (path / "clients").glob("*/ledger.sqlite"),
         key=lambda p: (len(p.parent.name), p.parent.name),
     )
+    if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
+        found.append(path / "server" / "ledger.sqlite")
     if not found:
         raise UserError(
             f"There is no ledger at {path}: give a ledger, a client home or a run's folder."

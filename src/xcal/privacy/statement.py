@@ -47,10 +47,56 @@ class Situation:
     group_name: str = "record"
     group_cap: int | None = None  # declared and enforced, for record-level runs
     epsilon_nominal: float | None = None
+    server_plan: Plan | None = None  # a trusted server's, whose unit is the client
+
+
+CENTRAL_RELATION = (
+    "zero-out of a whole client: two federations are neighbours when all that one client sends is"
+    " replaced by zero; who takes part in which round is the same on both sides and public"
+)
+CENTRAL_NOT_PROTECTED = (
+    "anything against the server, which is trusted and sees every update as it is",
+    "who takes part and when",
+    "validation and test images, which are treated as public",
+    "the choice of hyper-parameters: the defaults were tuned on the evaluation sets",
+)
+CENTRAL_ASSUMPTIONS = (
+    "the server clips every update, adds the noise and shows nobody anything else",
+    "one client is one unit: what stands at two clients is protected only as two units are",
+    "updates reach the server by a channel that nobody else reads",
+)
+
+
+def _central_promise(method: str, plan: Plan) -> str:
+    return (
+        f"At client level the sequence of released models is ({plan.epsilon:g},"
+        f" {plan.delta:g})-differentially private for all that one client contributes (client),"
+        " against other clients and anyone who receives a model. The server is trusted: it sees raw"
+        f" updates, so against it {method} promises nothing, and at record level each client's own"
+        " ledger records an infinite epsilon."
+    )
+
+
+def _central_worth(plan: Plan) -> str:
+    """What a guarantee among few clients is worth, in numbers that the plan knows."""
+    share = plan.sigma_ref / plan.units
+    return (
+        f"The mean is over {plan.units} clients a round. One of them moves it by at most S/"
+        f"{plan.units}, and hides behind noise of {share:.3g} S on every coordinate, in each of"
+        f" {plan.rounds} rounds; the mean itself is never longer than S. "
+        + (
+            "With so few clients either the noise drowns what is learnt or epsilon is so large that"
+            " it promises little; this guarantee was made for thousands of clients."
+            if plan.units < 100
+            else "With more clients a round the same epsilon needs less noise on the mean."
+        )
+    )
 
 
 def _promise(situation: Situation) -> str:
     plans = list(situation.plans.values())
+    if situation.server_plan is not None:
+        return _central_promise(situation.method, situation.server_plan)
     if not plans:
         return (
             f"The method {situation.method} has no differential-privacy guarantee: epsilon is"
@@ -97,7 +143,9 @@ def _person_sentence(situation: Situation, found: dict[str, Any]) -> str:
 
 def _warnings(situation: Situation) -> list[str]:
     found = {w for plan in situation.plans.values() for w in plan.warnings}
-    if situation.plans and situation.noise == "seeded":
+    if situation.server_plan is not None:
+        found |= {*situation.server_plan.warnings, _central_worth(situation.server_plan)}
+    if (situation.plans or situation.server_plan) and situation.noise == "seeded":
         found.add(
             "Noise and draws come from a seed: this is a simulation, private against nobody who"
             " knows or guesses the seed; models of runs that share a seed must not be released"
@@ -126,28 +174,55 @@ def _warnings(situation: Situation) -> list[str]:
     return sorted(found)
 
 
+def _line(client: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "client": client,
+        "epsilon": plan.epsilon,
+        "delta": plan.delta,
+        "order": plan.order,
+        "budget": plan.budget,
+        "units": plan.units,
+        "sample_rate": plan.sample_rate,
+        "steps": plan.steps,
+    }
+
+
+def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
+    """Of a run whose guarantee is the trusted server's: no client has one of its own."""
+    return {
+        "method": situation.method,
+        "promise": _promise(situation),
+        "unit": plan.unit,
+        "neighbouring_relation": CENTRAL_RELATION,
+        "epsilon_nominal": situation.epsilon_nominal,
+        "clients": [],
+        "server": _line("server", plan),
+        "persons": [],
+        "sampling": "none that is secret: who takes part is known, so nothing is amplified; sums"
+        " divided by the fixed number of clients a round",
+        "noise": situation.noise,
+        "accounting": "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by"
+        " dp-accounting's Gaussian, one a round",
+        "server_sees": "every update as it is",
+        "assumptions": list(CENTRAL_ASSUMPTIONS),
+        "not_protected": list(CENTRAL_NOT_PROTECTED),
+        "warnings": _warnings(situation),
+    }
+
+
 def make_statement(situation: Situation) -> dict[str, Any]:
     """The statement as plain values."""
     private = bool(situation.plans)
+    if situation.server_plan is not None:
+        return _central_statement(situation, situation.server_plan)
     return {
         "method": situation.method,
         "promise": _promise(situation),
         "unit": situation.unit if private else None,
         "neighbouring_relation": RELATION if private else None,
         "epsilon_nominal": situation.epsilon_nominal,
-        "clients": [
-            {
-                "client": client,
-                "epsilon": plan.epsilon,
-                "delta": plan.delta,
-                "order": plan.order,
-                "budget": plan.budget,
-                "units": plan.units,
-                "sample_rate": plan.sample_rate,
-                "steps": plan.steps,
-            }
-            for client, plan in situation.plans.items()
-        ],
+        "clients": [_line(client, plan) for client, plan in situation.plans.items()],
+        "server": None,
         "persons": person_guarantees(situation),
         "sampling": "Poisson, by unit; never truncated; sums divided by the expected batch"
         if private
@@ -181,7 +256,13 @@ def statement_text(statement: dict[str, Any]) -> str:
             f" {client['delta']:g}, order {client['order']:g}, {client['units']} units, rate"
             f" {client['sample_rate']:.5f}, {client['steps']} steps"
         )
-    if statement["clients"]:
+    server = statement["server"]
+    if server is not None:
+        lines.append(
+            f"  server, per client: epsilon {server['epsilon']:g}, delta {server['delta']:g}, order"
+            f" {server['order']:g}, {server['units']} clients a round, {server['steps']} rounds"
+        )
+    if statement["clients"] or server is not None:
         lines.append("")
         for key, title in (
             ("neighbouring_relation", "Neighbours: "),

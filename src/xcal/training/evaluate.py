@@ -32,6 +32,11 @@ class Predictions:
     def macro_f1(self) -> float:
         return float(macro_f1(self.labels, self.predicted, self.probabilities.shape[1]))
 
+    def loss(self) -> float:
+        """Mean cross-entropy; what the network gave no finite answer to counts as impossible."""
+        true = np.nan_to_num(self.probabilities, nan=0.0)[np.arange(len(self.labels)), self.labels]
+        return float(-np.log(np.maximum(true, 1e-12)).mean())
+
     def metrics(self) -> dict[str, Any]:
         """What clinicians ask of a classifier, as plain numbers."""
         return classification_metrics(self.labels, self.probabilities)

@@ -164,6 +164,7 @@ class Bench:
     batch: int  # expected batch B: the constant divisor
     clip: float
     replay: ReplayKey | None = None  # under seeded noise only
+    validation_losses: tuple[float, ...] = ()  # public numbers that came with the request
 
     @property
     def rate(self) -> float:

@@ -1,0 +1,105 @@
+"""Noise at a trusted server: the private mean of the clients' updates (McMahan et al. 2018)."""
+
+from __future__ import annotations
+
+import hmac
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xcal.privacy.account import Account
+from xcal.privacy.accounting import joint_sigma, step_cost
+from xcal.privacy.ledger_rows import Release
+from xcal.privacy.noise import NoiseKey, NoiseSource, release_scalar, release_tensors
+from xcal.training.local import ReplayKey, digest_tensors
+
+Update = dict[str, Tensor]  # float64: what one client changed
+COUNT_SENSITIVITY = 0.5  # Σ(b − ½) with b in {0, 1}: a null client moves it by ½
+
+
+@dataclass(frozen=True)
+class ServerBench:
+    """The tools of a trusted server in one round."""
+
+    method: str
+    round: int
+    noise: NoiseSource
+    account: Account
+    participants: int  # m: the constant divisor, whoever answers
+    replay: ReplayKey | None = None  # under seeded noise only
+
+    def key(self, block: str) -> NoiseKey:
+        return NoiseKey("server", self.method, self.round, 0, block)
+
+    def inputs(self, updates: Sequence[Mapping[str, Tensor]], *settings: object) -> str | None:
+        """Digest of all that determines this round's release; None under secure noise."""
+        if self.replay is None:
+            return None
+        sent = [digest_tensors(sorted(u.items())) for u in updates]
+        text = repr((sent, self.replay.context, self.key(""), self.participants, settings))
+        return hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class CentralRelease:
+    """What one round lets out, and the norms that stay inside."""
+
+    mean: Update
+    fraction: float | None  # noisy share of the updates within the clipping norm
+
+
+def update_norm(update: Mapping[str, Tensor]) -> float:
+    """Over all coordinates; infinite where one of them is not finite."""
+    total = math.fsum(float(v.square().sum()) for v in update.values())
+    return math.sqrt(total) if math.isfinite(total) else math.inf
+
+
+def private_mean(
+    bench: ServerBench,
+    updates: Sequence[Update],
+    *,
+    clip: float,
+    sigma: float,
+    sigma_count: float | None = None,
+) -> CentralRelease:
+    """Σ clip(update, S)/m plus N(0, (σS/m)²) on every coordinate: charge, then release.
+
+    Zeroing one client moves the sum by at most S and the centred count by at most ½, so both
+    together are one Gaussian of multiplier 1/σ_eff² = 1/σ² + 1/(2σ_b)², charged without
+    amplification: who takes part is known. An update that is not finite contributes exactly 0.
+    Raises `BudgetExhausted`, with nothing charged, where the budget does not cover it.
+    """
+    order = bench.account.terms.order
+    assert order is not None
+    releases = [Release("update", sigma * clip, clip)]
+    if sigma_count is not None:
+        releases.append(Release("count", sigma_count, COUNT_SENSITIVITY))
+    effective = joint_sigma(*(r.noise / r.sensitivity for r in releases))
+    bench.account.pay(
+        bench.round,
+        0,
+        rate=1.0,
+        sigma=effective,
+        cost=step_cost(1.0, effective, order),
+        releases=tuple(releases),
+        inputs=bench.inputs(updates, clip, sigma, sigma_count),
+    )
+    total = {name: torch.zeros_like(value) for name, value in updates[0].items()}
+    within = 0.0
+    for update in updates:
+        norm = update_norm(update)
+        if not math.isfinite(norm):
+            continue
+        within += (1.0 if norm <= clip else 0.0) - COUNT_SENSITIVITY
+        factor = 1.0 if norm <= clip else clip / norm * (1 - 1e-12)
+        for name, value in update.items():
+            total[name] += factor * value
+    noisy = release_tensors(total, sigma * clip, bench.noise, bench.key("update"))
+    fraction = None
+    if sigma_count is not None:
+        counted = release_scalar(within, sigma_count, bench.noise, bench.key("count"))
+        fraction = 0.5 + counted / bench.participants
+    return CentralRelease({n: v / bench.participants for n, v in noisy.items()}, fraction)
