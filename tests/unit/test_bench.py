@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
-import torch
 
 from xcal.bench import VARIANTS, run_bench, steps, write_results
-from xcal.bench.ahead import AheadNoise
 from xcal.bench.results import quantities
 from xcal.errors import UserError
-from xcal.privacy.noise import NoiseKey, SecureNoise
 
 KEYS = {"network", "pixels", "threads", "variant", "ratio_to_sgd", "q25", "q75", "memory_mb"}
 
@@ -93,18 +89,6 @@ def test_quantities_come_from_rows():
 def test_wrong_requests_are_refused(wrong):
     with pytest.raises(UserError):
         run_bench(**wrong)
-
-
-def test_noise_prepared_ahead_is_fresh_and_ends():
-    noise = AheadNoise(SecureNoise(), SecureNoise(), ahead=1 << 20)
-    key = NoiseKey("c", "m", 0, 0, "gradient")
-    first, second = noise.normals(key, 1_500_000), noise.normals(key, 700_000)
-    assert abs(float(first.mean())) < 0.01
-    assert abs(float(first.std()) - 1) < 0.01
-    assert not torch.isin(second[:1000], first).all()
-    start = time.monotonic()
-    noise.close()
-    assert time.monotonic() - start < 30
 
 
 def test_the_variants_are_the_published_ones():

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcal.bench.ahead import AheadNoise
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.explain.gradcam import forward_with_features
@@ -24,6 +23,7 @@ from xcal.explain.signal import (
 )
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
+from xcal.privacy.ahead import SecureNoiseAhead
 from xcal.privacy.noise import NoiseKey, NoiseSource, SecureNoise, SeededNoise, release_tensors
 from xcal.training.clipping import ClippingEngine
 
@@ -122,8 +122,7 @@ def _ours(
 
 def _secure(setting: Setting) -> Step:
     """The secure source, with the next step's noise prepared meanwhile by a second thread."""
-    size = sum(parameter.numel() for parameter in setting.model().parameters())
-    noise = AheadNoise(SecureNoise(), SecureNoise(), ahead=size)
+    noise = SecureNoiseAhead()
     return _ours(setting, noise=noise, close=noise.close)
 
 

@@ -34,8 +34,9 @@ from xcal.federation.site import Site
 from xcal.methods.base import Method, save_state
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
+from xcal.privacy.ahead import SecureNoiseAhead
 from xcal.privacy.ledger_rows import Head, Terms
-from xcal.privacy.noise import NoiseSource, SecureNoise, SeededNoise
+from xcal.privacy.noise import NoiseSource, SeededNoise
 from xcal.privacy.statement import Situation, make_statement, statement_text
 from xcal.training.evaluate import Predictions, explain_road, explanation_metrics, predict
 from xcal.training.local import LocalData, trainable
@@ -192,7 +193,9 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
 
 
 def _noise(experiment: Experiment) -> NoiseSource:
-    return SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoise()
+    return (
+        SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoiseAhead()
+    )
 
 
 def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head]) -> list[Site]:

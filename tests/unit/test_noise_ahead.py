@@ -1,0 +1,69 @@
+"""Secure noise that a second thread prepares: fresh, used once, gone with its owner."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+
+import torch
+
+from xcal.privacy.ahead import SecureNoiseAhead
+from xcal.privacy.noise import NoiseKey
+
+KEY = NoiseKey("c", "m", 0, 0, "gradient")
+
+
+def test_numbers_are_standard_normal_and_used_once():
+    noise = SecureNoiseAhead()
+    first, second = noise.normals(KEY, 1_500_000), noise.normals(KEY, 700_000)
+    noise.close()
+    assert abs(float(first.mean())) < 0.01
+    assert abs(float(first.std()) - 1) < 0.01
+    # float32 normals repeat by chance; a run of them never does.
+    assert not torch.equal(first[:1000], second[:1000])
+    assert int(torch.isin(second[:1000], first[-1000:]).sum()) < 10
+
+
+def test_it_counts_as_the_secure_source():
+    assert SecureNoiseAhead().name == "secure"
+
+
+def test_the_thread_ends_with_close_and_with_its_owner():
+    before = threading.active_count()
+    noise = SecureNoiseAhead()
+    noise.normals(KEY, 1000)
+    assert threading.active_count() == before + 1
+    noise.close()
+    assert threading.active_count() == before
+    noise.normals(KEY, 1000)  # a closed source starts anew
+    del noise
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_a_child_takes_nothing_its_parent_prepared():
+    noise = SecureNoiseAhead()
+    noise.normals(KEY, 4096)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, noise.normals(KEY, 64).numpy().tobytes())
+        finally:
+            os._exit(0)
+    os.close(write)
+    told = b""
+    while part := os.read(read, 4096):
+        told += part
+    os.close(read)
+    os.waitpid(child, 0)
+    theirs = torch.frombuffer(bytearray(told), dtype=torch.float32)
+    ours = noise.normals(KEY, 100_000)
+    noise.close()
+    assert len(theirs) == 64
+    assert int(torch.isin(theirs, ours).sum()) < 8
