@@ -70,8 +70,12 @@ def test_a_variant_that_cannot_run_is_a_row_of_nulls(monkeypatch, tmp_path):
 
 def test_quantities_come_from_rows():
     rows = [
-        {"variant": v, "ratio_to_sgd": r, "memory_mb": m}
-        for v, r, m in [("sgd", 1.0, 100.0), ("ours", 1.2, 130.0), ("ours+full-signal", 1.5, 1.0)]
+        {"variant": v, "ratio_to_sgd": r, "ratio_to_ours": o, "memory_mb": m}
+        for v, r, o, m in [
+            ("sgd", 1.0, 0.83, 100.0),
+            ("ours", 1.2, 1.0, 130.0),
+            ("ours+full-signal", 1.6, 1.25, 1.0),
+        ]
     ]
     assert quantities(rows) == ["1.20", None, "1.30", "25.0 %", None, None]
 

@@ -59,7 +59,8 @@ def table(rows: Sequence[Row], origin: dict[str, str]) -> str:
         "",
         "Batch 32, group norm, all parameters trained. Ratios to the plain SGD step of the same "
         "round: median and quartiles of interleaved repetitions in one process. Memory: growth "
-        "over two steps, one process each. Noise and update count in every private step. The "
+        "over two steps, one process each. Noise and update count in every private step. Shares of "
+        "our step and ratios to it are medians over rounds, paired with our step of the round. The "
         f"default signal is signal_every = {every}, signal_fraction = {fraction:g}.",
     ]
     for pixels, threads in sorted({(row["pixels"], row["threads"]) for row in rows}):
@@ -90,12 +91,13 @@ def quantities(rows: Sequence[Row]) -> list[str | None]:
     """The measured quantities of one network, size and thread count, None where a row lacks."""
     ratio = {row["variant"]: row["ratio_to_sgd"] for row in rows}
     memory = {row["variant"]: row["memory_mb"] for row in rows}
+    paired = {row["variant"]: row.get("ratio_to_ours") for row in rows}
 
     def over(top: float | None, bottom: float | None) -> float | None:
         return top / bottom if top and bottom else None
 
     def share(variant: str) -> str | None:
-        value = over(ratio.get(variant), ratio.get("ours"))
+        value = paired.get(variant)
         return None if value is None else f"{100 * (value - 1):.1f} %"
 
     def plain(value: float | None) -> str | None:
@@ -103,7 +105,7 @@ def quantities(rows: Sequence[Row]) -> list[str | None]:
 
     return [
         plain(ratio.get("ours")),
-        plain(over(ratio.get("opacus-hooks"), ratio.get("ours"))),
+        plain(paired.get("opacus-hooks")),
         plain(over(memory.get("ours"), memory.get("sgd"))),
         share("ours+full-signal"),
         share("ours+default-signal"),

@@ -127,6 +127,12 @@ def _time_all(
             step.close()
     plain = dict(times["sgd"])
     rows = {name: _row(name, times[name], plain, reasons.get(name)) for name in wanted}
+    ours = dict(times.get("ours", ()))
+    for name in wanted:
+        if ours and times[name]:
+            # Paired with our step of the same round: what both met there cancels.
+            pairs = [seconds / ours[number] for number, seconds in times[name] if number in ours]
+            rows[name]["ratio_to_ours"] = round(statistics.median(pairs), 3)
     if SECURE_INLINE in rows:
         inline = rows[SECURE_INLINE]["ratio_to_sgd"]
         rows["ours-secure-noise"]["ratio_without_ahead"] = inline
