@@ -117,8 +117,9 @@ class Experiment(BaseModel):
         500, description="size of the fixed public validation subset measured every round"
     )
     road_images: Annotated[int, Field(ge=0)] = Field(
-        32, description="how many of them are also explained and scored by ROAD every round"
+        32, description="how many of them are also explained and scored by ROAD"
     )
+    road_every: Whole = Field(1, description="in every k-th round, and in the last")
     road_test_images: Annotated[int, Field(ge=0)] | None = Field(
         None, description="test images explained at the end; all if not given"
     )

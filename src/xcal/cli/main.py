@@ -7,7 +7,7 @@ import sys
 import typer
 
 import xcal
-from xcal.cli import bench, data, demo, evaluate, explain, ledger, panel, plan, run
+from xcal.cli import bench, data, demo, evaluate, explain, ledger, panel, plan, run, study
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -39,6 +39,7 @@ app.command("demo")(demo.demo_command)
 app.command("evaluate")(evaluate.evaluate_command)
 app.command("explain")(explain.explain_command)
 app.command("panel")(panel.panel_command)
+app.command("study")(study.study_command)
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

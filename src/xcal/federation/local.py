@@ -165,7 +165,9 @@ def _run(folder: RunFolder, federation: Federation, progress: Progress) -> dict[
             reports[reply.report.client] = asdict(reply.report)
             site = sites[int(reply.report.client)]
             site.expected_head = Head(reply.report.ledger_rows, reply.report.ledger_hash)
-        record = _round_record(t, replies, model, validation, explained, experiment.device)
+        due = (t + 1) % experiment.road_every == 0 or t + 1 == experiment.rounds
+        shown = explained if due else None
+        record = _round_record(t, replies, model, validation, shown, experiment.device)
         if record["validation_loss"] is not None:
             losses.append(record["validation_loss"])
         record["server"] = rule.report(server)

@@ -17,7 +17,8 @@ COMMON_KEYS = frozenset(
     "method data pixels train_images network norm output_stride train train_norm weights clients"
     " participants rounds local_epochs average partition concentration units_per_client"
     " keep_groups unit images_per_unit group_cap noise batch lr optimizer momentum"
-    " validation_images road_images road_test_images seed threads device aggregation trim".split()
+    " validation_images road_images road_every road_test_images seed threads device aggregation"
+    " trim".split()
 )
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "chunk", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})

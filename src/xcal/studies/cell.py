@@ -1,0 +1,269 @@
+"""One cell in a process of its own: train, measure, write the result, remove what it took.
+
+Started by the runner as `python -m xcal.studies.cell`, with its orders as one line of JSON on
+standard input. The line stays open as long as the runner lives: when it closes, so does the cell,
+and what it had trained is taken up again by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from xcal.data.images import Images
+from xcal.data.sampling import to_tensor
+from xcal.errors import UserError
+from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.inference import predict_logits
+from xcal.explain.road import RoadSettings, road
+from xcal.federation.files import read_tensors
+from xcal.federation.folder import RunFolder, commit, versions
+from xcal.federation.local import run_experiment
+from xcal.federation.setup import DATA_SEED, Federation, prepare
+from xcal.models.registry import build_network
+from xcal.studies.grid import BUSY, FAILED, Cell
+from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack
+from xcal.training.evaluate import predict
+
+DIVERGED = "Training diverged"
+PANEL_IMAGES = 4
+
+
+class Talk:
+    """The cell's side of the conversation: one JSON object a line."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._done = 0
+        self._total = 0
+
+    def tell(self, **values: Any) -> None:
+        print(json.dumps(values), flush=True)
+
+    def start(self, total_steps: int, done_steps: int) -> None:
+        self._total, self._done = max(total_steps, 1), done_steps
+
+    def step(self, count: int) -> None:
+        self._done += count
+        if time.monotonic() - self._last > 1:
+            self._last = time.monotonic()
+            self.tell(share=round(self._done / self._total, 4))
+
+    def round(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+def run_cell(cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk) -> Any:
+    """The result of the cell and the test set it was measured on; resumes what stands in `work`."""
+    began = time.monotonic()
+    experiment = cell.experiment(weights)
+    federation = prepare(experiment)
+    if (work / "run.json").exists():
+        folder = RunFolder.find(work)
+    else:
+        folder = RunFolder.create(work, experiment, sorted(cell.keys))
+    try:
+        result = run_experiment(folder, talk, federation)
+    except UserError as error:
+        if not str(error).startswith(DIVERGED):
+            raise
+        return _frame(cell, "diverged", command, folder) | {"reason": str(error)}, None
+    values = _frame(cell, "finished", command, folder)
+    values |= {
+        k: result[k]
+        for k in ("macro_f1", "epsilon_target", "epsilon_nominal", "epsilon_paper", "delta", "unit")
+    }
+    values["mean_sigma"] = _rounded(result["mean_sigma"])
+    values["auroc"] = _rounded(result["classification"].get("auroc"))
+    values["clients"] = [
+        {k: _rounded(c[k], 6) for k in ("units", "steps", "share_spent", "epsilon_spent", "halted")}
+        for c in result["clients"]
+    ]
+    values["rounds"] = _rounds(folder)
+    values |= measure(folder, federation, cell.explained)
+    values["seconds"] = round(result["seconds"], 1)
+    values["seconds_in_all"] = round(time.monotonic() - began, 1)
+    return values, test_set_of(federation)
+
+
+def _frame(cell: Cell, status: str, command: str, folder: RunFolder) -> dict[str, Any]:
+    about = folder.about
+    return {
+        "id": cell.id,
+        "scale": cell.scale,
+        "status": status,
+        "keys": dict(cell.keys),
+        "explained": cell.explained,
+        "experiment": about["experiment"],
+        "commit": commit(),
+        "versions": versions(),
+        "command": command,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _rounded(value: Any, digits: int = 5) -> Any:
+    return round(value, digits) if isinstance(value, float) else value
+
+
+def _rounds(folder: RunFolder) -> dict[str, list[Any]]:
+    """Public measurements and each client's spending, round by round."""
+    lines = folder.read_lines("rounds.jsonl")
+
+    def of_clients(name: str) -> list[list[Any]]:
+        return [[_rounded(c[name]) for c in line["clients"]] for line in lines]
+
+    return {
+        "f1": [_rounded(line["validation_macro_f1"]) for line in lines],
+        "road": [_rounded(line["road_validation"]) for line in lines],
+        "seconds": [line["seconds"] for line in lines],
+        "share": of_clients("share_spent"),
+        "sigma": of_clients("mean_sigma"),
+        "signal": of_clients("mean_signal"),
+    }
+
+
+def explained_subset(groups: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """`count` test images that show as many groups as they can: one of each in turn."""
+    generator = np.random.default_rng([DATA_SEED, 17])
+    shuffled = generator.permutation(len(groups))
+    turn = np.zeros(len(groups), dtype=np.int64)  # how many of its group come before it
+    seen: dict[int, int] = {}
+    for i in shuffled:
+        turn[i] = seen.get(int(groups[i]), 0)
+        seen[int(groups[i])] = int(turn[i]) + 1
+    order = shuffled[np.argsort(turn[shuffled], kind="stable")]
+    return np.sort(order[:count])
+
+
+def test_set_of(federation: Federation) -> TestSet:
+    data = federation.data
+    return TestSet(
+        f"{data.name}-{data.test.pixels.shape[1]}px",
+        data.classes,
+        data.group_name,
+        data.test.labels,
+        group_numbers(data.test.groups),
+    )
+
+
+def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[str, Any]:
+    """What pairs of cells are compared by: predictions, ROAD of images, maps of a few."""
+    data, experiment = federation.data, federation.experiment
+    model = build_network(experiment, len(data.classes))
+    found = read_tensors(folder.path / "model.safetensors")
+    assert found is not None
+    model.load_state_dict(found[0])
+    model.eval()
+    test = data.test
+    values: dict[str, Any] = {
+        "test_set": test_set_of(federation).name,
+        "predicted": pack(predict(model, test).predicted.astype(np.uint8)),
+    }
+    if explained == 0:
+        return values
+    chosen = explained_subset(test.groups, explained)
+    inputs = to_tensor(np.asarray(test.pixels[chosen]))
+    scores = road(model, inputs, gradcam_maps(model, inputs), RoadSettings())
+    values |= {
+        "road": _rounded(scores.road),
+        "road_logit_percent": _rounded(scores.road_logit_percent, 3),
+        "road_images": pack(chosen.astype(np.int32)),
+        "road_scores": pack(np.round(scores.scores / ROAD_STEP).astype(np.int16)),
+        "constant_maps": scores.constant_maps,
+        "maps": maps_of(model, test, len(data.classes)),
+    }
+    return values
+
+
+def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArray[np.int64]:
+    """The same few test images for every cell: of each class in turn."""
+    generator = np.random.default_rng([DATA_SEED, 13])
+    by_class = [generator.permutation(np.flatnonzero(test.labels == k)) for k in range(classes)]
+    deepest = max((len(members) for members in by_class), default=0)
+    order = [
+        int(members[depth])
+        for depth in range(deepest)
+        for members in by_class
+        if depth < len(members)
+    ]
+    return np.array(order[:count], dtype=np.int64)
+
+
+def maps_of(model: torch.nn.Module, test: Images, classes: int) -> list[dict[str, Any]]:
+    chosen = panel_images(test, classes)
+    inputs = to_tensor(np.asarray(test.pixels[chosen]))
+    confidence = predict_logits(model, inputs).double().softmax(dim=1).nan_to_num(0.0)
+    predicted = confidence.argmax(dim=1)
+    maps = gradcam_maps(model, inputs, predicted).double().nan_to_num(0.0)
+    entries = []
+    for i, k, row, saliency in zip(chosen, predicted, confidence, maps, strict=True):
+        top = float(saliency.max())
+        levels = saliency / top * 255 if top > 0 else saliency
+        entries.append(
+            {
+                "image": int(i),
+                "label": int(test.labels[i]),
+                "predicted": int(k),
+                "confidence": round(float(row[int(k)]), 4),
+                "shape": list(saliency.shape),
+                "map": pack(levels.round().numpy().astype(np.uint8)),
+            }
+        )
+    return entries
+
+
+def _end_with_the_runner() -> None:
+    """Wait for the runner's end of the line to close, however it ended, then end at once."""
+
+    def wait() -> None:
+        # Not through sys.stdin: a buffer that a thread holds cannot be closed at a good end.
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main() -> int:
+    orders = json.loads(sys.stdin.buffer.readline())
+    _end_with_the_runner()
+    torch.set_num_threads(1)
+    cell = Cell(orders["scale"], orders["keys"], orders["explained"], orders["variant"])
+    work, results = Path(orders["work"]), Results(Path(orders["results"]))
+    weights = None if orders["weights"] is None else Path(orders["weights"])
+    talk = Talk()
+    try:
+        values, test = run_cell(cell, work, weights, orders["command"], talk)
+    except UserError as error:
+        busy = "being worked on by another process" in str(error)
+        talk.tell(error=str(error))
+        return BUSY if busy else FAILED
+    if test is None:
+        results.write_failed(cell.scale, values)
+    else:
+        results.write(cell.scale, values, test)
+    if not orders["keep"]:
+        shutil.rmtree(work, ignore_errors=True)
+    talk.tell(
+        finished=values["status"],
+        macro_f1=values.get("macro_f1"),
+        road=values.get("road"),
+        seconds=values.get("seconds_in_all"),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""The studies: every table and figure of the paper as a grid, and what it left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from xcal.config import nearest
+from xcal.errors import UserError
+from xcal.methods.registry import METHODS as KNOWN_METHODS
+from xcal.methods.registry import get_method
+from xcal.studies.grid import (
+    WITHOUT_EPSILON,
+    Cell,
+    Choice,
+    Grid,
+    make_cell,
+    without_repetition,
+)
+from xcal.studies.scales import METHODS, Scale, get_scale
+
+BASELINE = "fl-dp"
+
+# The paper's seven configurations (α, β, γ).
+WEIGHTS: Mapping[str, tuple[float, float, float]] = {
+    "balanced": (1.0, 1.0, 1.0),
+    "logit change only": (1.0, 0.0, 0.0),
+    "margin only": (0.0, 1.0, 0.0),
+    "logit change ×2": (2.0, 1.0, 1.0),
+    "margin ×2": (1.0, 2.0, 1.0),
+    "concentration damped": (1.0, 1.0, 0.5),
+    "concentration amplified": (1.0, 1.0, 2.0),
+}
+REPLACED = ("constant", "noise", "decay")
+# What the paper did not vary, one key at a time around the defaults.
+VARIED: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "xcal": {
+        "w": (0.25, 0.8),
+        "contrast": (0.02, 0.5),
+        "reference": ("absolute",),
+        "kappa": (2.0, 10.0),
+        "tau": (0.02, 0.2),
+        "q": (0.1, 0.4),
+        "signal_every": (1, 16),
+    },
+    "xcal-paper": {
+        "band": (0.1, 0.4),
+        "rho": (0.02, 0.3),
+        "tau": (0.05, 0.5),
+        "q": (0.1, 0.4),
+    },
+}
+# Levers against static noise, tried once each with paired seeds.
+LEVERS: Mapping[str, Mapping[str, Any]] = {
+    "eager": {"signal_every": 1, "tau": 0.2, "slow_tau": 0.05, "contrast": 0.02},
+    "wide": {"w": 0.8, "signal_every": 1, "tau": 0.2, "slow_tau": 0.05, "contrast": 0.02},
+}
+
+
+def _seeds(scale: Scale, network: str, choice: Choice) -> range:
+    return range(scale.seeds.get(network, 3) if choice.seeds is None else choice.seeds)
+
+
+def _chosen(given: Sequence[Any] | None, offered: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(offered if given is None else given)
+
+
+def _places(scale: Scale, choice: Choice) -> Iterator[tuple[str, str]]:
+    """Sets and networks, the set first: one set complete is worth more than a little of each."""
+    for data in _chosen(choice.data, scale.data):
+        for network in _chosen(choice.networks, scale.networks):
+            if network not in scale.by_network:
+                raise UserError(
+                    f"The scale {scale.name!r} has no settings for the network {network!r}: choose"
+                    f" {', '.join(scale.by_network)}."
+                )
+            yield data, network
+
+
+def _by_seed(
+    scale: Scale, choice: Choice, methods: Sequence[str], epsilons: Sequence[float]
+) -> list[Cell]:
+    """Seed by seed and ε by ε, all methods of a pair together: partial results are comparable."""
+    cells = []
+    for data, network in _places(scale, choice):
+        for seed in _seeds(scale, network, choice):
+            for epsilon in epsilons:
+                for method in methods:
+                    own = None if method in WITHOUT_EPSILON else epsilon
+                    values = scale.values(method, data, network, own, seed)
+                    cells.append(make_cell(scale.name, values, scale.explained))
+    return cells
+
+
+def _available(methods: Sequence[str]) -> tuple[str, ...]:
+    """Of the methods a study names by itself, those that this version has."""
+    return tuple(m for m in methods if m in KNOWN_METHODS)
+
+
+def _methods(choice: Choice, offered: Sequence[str]) -> tuple[str, ...]:
+    if choice.methods is None:
+        return _available(offered)
+    for method in choice.methods:
+        get_method(method)  # an unknown name is refused, with the nearest known one
+    return choice.methods
+
+
+def privacy_utility(scale: Scale, choice: Choice) -> Grid:
+    offered = ("fl-dp", "fl", "agp", "xcal-paper", "xcal", "centralized")
+    methods = _methods(choice, ("fl-dp", "fl", "xcal") if scale.name == "smoke" else offered)
+    epsilons = _chosen(choice.epsilons, scale.epsilons)
+    return Grid(
+        "privacy-utility",
+        scale.name,
+        without_repetition(_by_seed(scale, choice, methods, epsilons)),
+        question="Does noise steered by explanations give better models and explanations than"
+        " static noise at the same ε?",
+    )
+
+
+def clients(scale: Scale, choice: Choice) -> Grid:
+    methods = _methods(choice, ("fl", "fl-dp", "xcal-paper", "xcal"))
+    networks = choice.networks or tuple(
+        n for n in ("efficientnet_b0", "resnet18") if n in scale.by_network
+    )
+    choice = Choice(
+        choice.data, networks or scale.networks, choice.methods, choice.epsilons, choice.seeds
+    )
+    counts = (2, 3) if scale.name == "smoke" else (3, 10, 50)
+    cells = []
+    for data, network in _places(scale, choice):
+        for seed in _seeds(scale, network, choice):
+            bound = scale.values("centralized", data, network, None, seed)
+            cells.append(make_cell(scale.name, bound, scale.explained, "bound"))
+            for count in counts:
+                for shift in ("iid", "label", "covariate"):
+                    for epsilon in _chosen(choice.epsilons, (0.5, 5.0)):
+                        for method in methods:
+                            own = None if method in WITHOUT_EPSILON else epsilon
+                            values = scale.values(method, data, network, own, seed)
+                            values |= {"clients": count, "partition": shift}
+                            # A small client cannot draw a large expected batch.
+                            most = (values.get("train_images") or 10_000) // (2 * count)
+                            values["batch"] = min(values["batch"], max(8, most))
+                            variant = f"N = {count}, {shift}"
+                            cells.append(make_cell(scale.name, values, scale.explained, variant))
+    return Grid(
+        "clients",
+        scale.name,
+        without_repetition(cells),
+        question="What do more clients, and clients that are unlike, do to it?",
+    )
+
+
+def ablation(scale: Scale, choice: Choice) -> Grid:
+    """Replacements of the signal first: they decide whether the signal does anything."""
+    smoke = scale.name == "smoke"
+    weights = dict(list(WEIGHTS.items())[:2]) if smoke else WEIGHTS
+    methods = _methods(choice, ("xcal", "xcal-paper"))
+    epsilons = _chosen(choice.epsilons, scale.epsilons[:2])
+    parts: list[list[Cell]] = [[], [], [], []]
+    for data, network in _places(scale, choice):
+        for seed in _seeds(scale, network, choice):
+            for epsilon in epsilons:
+
+                def cell(
+                    method: str,
+                    variant: str,
+                    changes: Mapping[str, Any],
+                    at: tuple[Any, ...] = (data, network, epsilon, seed),
+                ) -> Cell:
+                    values = scale.values(method, *at) | dict(changes)
+                    return make_cell(scale.name, values, scale.explained, variant)
+
+                parts[0].append(cell(BASELINE, "", {}))
+                if "xcal" in methods:
+                    parts[0].append(cell("xcal", "", {}))
+                    parts[0] += [
+                        cell("xcal", f"signal: {kind}", {"signal_source": kind})
+                        for kind in REPLACED
+                    ]
+                if not smoke and "xcal" in methods:
+                    parts[1] += [cell("xcal", name, keys) for name, keys in LEVERS.items()]
+                for method in methods:
+                    for name, (a, b, c) in weights.items():
+                        changes = {"alpha": a, "beta": b, "gamma": c}
+                        parts[2].append(cell(method, name, changes))
+                    if smoke:
+                        continue
+                    for key, others in VARIED.get(method, {}).items():
+                        parts[3] += [cell(method, f"{key} = {v}", {key: v}) for v in others]
+    return Grid(
+        "ablation",
+        scale.name,
+        without_repetition([c for part in parts for c in part]),
+        question="Does the signal do anything that a constant, noise or a fixed schedule of the"
+        " same cost would not?",
+    )
+
+
+def efficiency(scale: Scale, choice: Choice) -> Grid:
+    """The same runs as the main tables, read round by round."""
+    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal"))
+    epsilons = _chosen(choice.epsilons, scale.epsilons[:1])
+    return Grid(
+        "efficiency",
+        scale.name,
+        without_repetition(_by_seed(scale, choice, methods, epsilons)),
+        question="How much F1 and ROAD does each share of the budget buy, and when does each peak?",
+    )
+
+
+def overhead(scale: Scale, choice: Choice) -> Grid:
+    """Rounds without measuring, one cell at a time: here time is the result."""
+    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal"))
+    cells = []
+    for data, network in _places(scale, choice):
+        seeds = 3 if choice.seeds is None and scale.name != "smoke" else choice.seeds or 1
+        for seed in range(seeds):
+            for method in methods:
+                epsilon = _chosen(choice.epsilons, scale.epsilons[:1])[0]
+                own = None if method in WITHOUT_EPSILON else epsilon
+                values = scale.values(method, data, network, own, seed)
+                values |= {"rounds": 3, "validation_images": 0, "road_images": 0}
+                cells.append(make_cell(scale.name, values, 0, "timing"))
+    return Grid(
+        "overhead",
+        scale.name,
+        without_repetition(cells),
+        one_at_a_time=True,
+        question="How much longer does a client's round take than with static noise?",
+    )
+
+
+def panel(scale: Scale, choice: Choice) -> Grid:
+    """One seed of the main grid: every cell keeps its maps of the same few images."""
+    narrowed = Choice(choice.data, choice.networks, choice.methods, choice.epsilons, 1)
+    main = privacy_utility(scale, narrowed)
+    return Grid("panel", scale.name, main.cells, question="Where do the models look?")
+
+
+def units(scale: Scale, choice: Choice) -> Grid:
+    """Each set once with whole groups as the unit of privacy, beside its record-level twin."""
+    methods = _methods(choice, (BASELINE, "xcal"))
+    epsilons = _chosen(choice.epsilons, scale.epsilons[1:2] or scale.epsilons)
+    cells = []
+    for data, network in _places(scale, choice):
+        for seed in range(1 if choice.seeds is None else choice.seeds):
+            for epsilon in epsilons:
+                for method in methods:
+                    values = scale.values(method, data, network, epsilon, seed)
+                    cells.append(make_cell(scale.name, values, scale.explained))
+                    # Few groups: a small expected batch, and epochs that give as many steps.
+                    whole = values | {"unit": "group", "batch": 8, "images_per_unit": 4}
+                    cells.append(make_cell(scale.name, whole, scale.explained, "unit = group"))
+    return Grid(
+        "units",
+        scale.name,
+        without_repetition(cells),
+        question="What is left when the promise covers a whole patient, lesion or picture?",
+    )
+
+
+STUDIES: Mapping[str, Callable[[Scale, Choice], Grid]] = {
+    "privacy-utility": privacy_utility,
+    "clients": clients,
+    "ablation": ablation,
+    "efficiency": efficiency,
+    "overhead": overhead,
+    "panel": panel,
+    "units": units,
+}
+
+
+def declare(study: str, scale: str, choice: Choice | None = None) -> Grid:
+    """The grid of a study. Unknown names are refused with the nearest known one."""
+    if study not in STUDIES:
+        raise UserError(
+            f"Unknown study {study!r}.{nearest(study, tuple(STUDIES))} Known: {', '.join(STUDIES)}."
+        )
+    return STUDIES[study](get_scale(scale), choice or Choice())
+
+
+__all__ = ["METHODS", "STUDIES", "declare"]

@@ -1,0 +1,149 @@
+"""What a study is made of: cells, each one experiment at one scale with one seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xcal.config import Experiment, make_experiment
+from xcal.errors import UserError
+
+# Methods whose noise no ε decides: one run serves every ε.
+WITHOUT_EPSILON = ("centralized", "fl")
+WITH_SIGNAL = ("xcal-paper", "xcal")
+FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
+
+# Which keys make a cell what it is, by method. A study pins all of them, so that a default that
+# changes later cannot turn finished cells into something else under the same name.
+_ALWAYS = frozenset(
+    "method data pixels train_images network clients rounds local_epochs average partition"
+    " batch lr clip optimizer unit validation_images road_images road_every seed".split()
+)
+_NETWORK = frozenset({"norm", "output_stride", "train", "weights"})
+_PRIVATE = frozenset({"epsilon", "delta"})
+_SIGNAL = frozenset({"q", "alpha", "beta", "gamma", "tau"})
+_PAPER = frozenset({"rho", "band"})
+_OURS = frozenset(
+    "w kappa slow_tau reference contrast signal_every signal_source geometry clipping".split()
+)
+_CLIENTS = frozenset({"clients", "partition"})
+
+
+def keys_that_count(method: str, network: str) -> frozenset[str]:
+    """The pinned keys that can make a difference to a cell of this method and network."""
+    keys = _ALWAYS | frozenset({"concentration", "units_per_client", "views", "images_per_unit"})
+    if network != "small":
+        keys |= _NETWORK
+    if method not in WITHOUT_EPSILON:
+        keys |= _PRIVATE
+    else:
+        keys -= {"clip"}
+    if method == "centralized":
+        keys -= _CLIENTS
+    if method in WITH_SIGNAL:
+        keys |= _SIGNAL
+    if method == "xcal-paper":
+        keys |= _PAPER
+    if method == "xcal":
+        keys |= _OURS
+    if ":" in method:  # a method of the user's own may use anything
+        keys |= _SIGNAL | _PAPER | _OURS
+    return keys
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One experiment of a grid. `keys` pins all that counts; `variant` is what tables call it."""
+
+    scale: str
+    keys: Mapping[str, Any]
+    explained: int  # test images explained at the end, every group present
+    variant: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cell) and (self.id, self.variant) == (other.id, other.variant)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    @property
+    def id(self) -> str:
+        """The cell's name for ever: a digest of its scale's measuring and of its keys."""
+        text = json.dumps([self.scale, self.explained, dict(self.keys)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def method(self) -> str:
+        return str(self.keys["method"])
+
+    @property
+    def epsilon(self) -> float | None:
+        """The target ε; None for methods that have none."""
+        return self.keys.get("epsilon")
+
+    @property
+    def seed(self) -> int:
+        return int(self.keys["seed"])
+
+    @property
+    def title(self) -> str:
+        parts = [str(self.keys["data"]), str(self.keys["network"]), self.method]
+        if self.epsilon is not None:
+            parts.append(f"ε {self.epsilon:g}")
+        if self.variant:
+            parts.append(self.variant)
+        return ", ".join([*parts, f"seed {self.seed}"])
+
+    def experiment(self, weights: Path | None = None) -> Experiment:
+        """The experiment to run; `weights` is where this machine has the published ones."""
+        values = {**self.keys, "threads": 1, "road_test_images": 0}
+        if values.get("weights") is not None:
+            if weights is None:
+                raise UserError(
+                    f"The cell ({self.title}) starts from published weights: say where they are"
+                    " with --weights FILE."
+                )
+            values["weights"] = str(weights)
+        return make_experiment(values, f"the study's cell ({self.title})")
+
+
+def make_cell(scale: str, values: Mapping[str, Any], explained: int, variant: str = "") -> Cell:
+    """A cell that keeps of `values` what counts for its method and network."""
+    counted = keys_that_count(str(values["method"]), str(values["network"]))
+    kept = {k: v for k, v in sorted(values.items()) if k in counted and v is not None}
+    return Cell(scale, kept, explained, variant)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user asks of a study; what is not given the scale decides."""
+
+    data: tuple[str, ...] | None = None
+    networks: tuple[str, ...] | None = None
+    methods: tuple[str, ...] | None = None
+    epsilons: tuple[float, ...] | None = None
+    seeds: int | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A study at a scale: its cells, in the order in which they are worth running."""
+
+    study: str
+    scale: str
+    cells: tuple[Cell, ...]
+    one_at_a_time: bool = False  # where time itself is measured
+    question: str = ""
+    columns: tuple[str, ...] = field(default=("data", "network", "method", "epsilon", "variant"))
+
+
+def without_repetition(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Cells that several parts of a grid share stand in it once, under their first name."""
+    seen: dict[str, Cell] = {}
+    for cell in cells:
+        seen.setdefault(cell.id, cell)
+    return tuple(seen.values())

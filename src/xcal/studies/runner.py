@@ -1,0 +1,273 @@
+"""Runs what a grid lacks: cells side by side, each a process of one thread.
+
+Guaranteed: a cell whose result stands in the results is not run again; whatever dies, the runner,
+a cell or the machine, costs at most what a run saves between two steps; two runners on one folder
+do not work on one cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from xcal.errors import UserError
+from xcal.studies.grid import BUSY, Cell, Grid
+from xcal.studies.store import Results
+
+# Rough needs of one process, in bytes: torch, the images, the activations of a chunk.
+MEMORY = {"small": 1.0e9, "resnet18": 2.5e9, "efficientnet_b0": 2.5e9}
+
+
+class Watcher(Protocol):
+    """Who wants to see how a grid comes along."""
+
+    def begin(self, total: int, known: int) -> None: ...
+
+    def started(self, cell: Cell) -> None: ...
+
+    def moved(self, done: float, seconds_left: float | None) -> None: ...
+
+    def ended(self, cell: Cell, message: dict[str, Any]) -> None: ...
+
+
+class Nobody:
+    def begin(self, total: int, known: int) -> None: ...
+
+    def started(self, cell: Cell) -> None: ...
+
+    def moved(self, done: float, seconds_left: float | None) -> None: ...
+
+    def ended(self, cell: Cell, message: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """What became of a call: how many cells there are now, and what went wrong in words."""
+
+    total: int
+    finished: int
+    failed: list[tuple[Cell, str]] = field(default_factory=list)
+    out_of_time: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    results: Path = Path("results")
+    work: Path = Path("runs/studies")
+    jobs: int | None = None  # None: as many as cores and memory allow
+    limit_minutes: float | None = None
+    weights: Path | None = None
+    command: str = "xcal study"
+    keep: bool = False
+
+
+def free_memory() -> float:
+    """Bytes that can be had now; a cautious guess where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return 4e9
+
+
+def how_many(grid: Grid, jobs: int | None) -> int:
+    """Cells at once: what was asked for, or one a core as far as the memory goes."""
+    if grid.one_at_a_time:
+        return 1
+    if jobs is not None:
+        return max(1, jobs)
+    need = max((MEMORY.get(str(c.keys["network"]), 2.5e9) for c in grid.cells), default=1e9)
+    return max(1, min(os.cpu_count() or 1, int(0.8 * free_memory() / need)))
+
+
+class Estimate:
+    """Seconds a cell takes, from the finished cells most like it."""
+
+    def __init__(self, grid: Grid, results: Results) -> None:
+        self._known: list[tuple[Cell, float]] = [
+            (cell, float(found.values["seconds_in_all"]))
+            for cell, found in results.of_grid(grid).items()
+            if "seconds_in_all" in found.values
+        ]
+
+    def add(self, cell: Cell, seconds: float) -> None:
+        self._known.append((cell, seconds))
+
+    def of(self, cell: Cell) -> float | None:
+        for names in (("method", "network", "data", "clients"), ("network", "data"), ("network",)):
+            like = [
+                seconds
+                for other, seconds in self._known
+                if all(other.keys.get(n) == cell.keys.get(n) for n in names)
+            ]
+            if like:
+                return median(like[-20:])
+        return None
+
+
+def default_weights(given: Path | None) -> Path | None:
+    """Published weights: those named, or those beside the data sets that XCAL_DATA names."""
+    if given is not None:
+        if not given.is_file():
+            raise UserError(f"There is no file of weights {given}: check the path.")
+        return given
+    if folder := os.environ.get("XCAL_DATA"):
+        found = Path(folder) / "weights" / "efficientnet_b0-imagenet.pth"
+        return found if found.is_file() else None
+    return None
+
+
+class _Running:
+    """One cell's process; its lines come into the runner's queue."""
+
+    def __init__(self, cell: Cell, options: Options, news: queue.Queue[Any]) -> None:
+        self.cell = cell
+        self.share = 0.0
+        self.began = time.monotonic()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.log = options.work / cell.scale / f"{cell.id}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "xcal.studies.cell"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        orders = {
+            "scale": cell.scale,
+            "keys": dict(cell.keys),
+            "explained": cell.explained,
+            "variant": cell.variant,
+            "work": str(options.work / cell.scale / cell.id),
+            "results": str(options.results),
+            "weights": None if options.weights is None else str(options.weights),
+            "command": options.command,
+            "keep": options.keep,
+        }
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(orders) + "\n")
+        self.process.stdin.flush()  # and left open: the cell lives as long as this line
+        threading.Thread(target=self._listen, args=(news,), daemon=True).start()
+
+    def _listen(self, news: queue.Queue[Any]) -> None:
+        last: dict[str, Any] = {}
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                last = json.loads(line)
+            except ValueError:
+                continue
+            news.put((self, last))
+        code = self.process.wait()
+        news.put((self, {**last, "code": code}))
+
+    def stop(self) -> None:
+        """It ends at once; its run stands where it last saved."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def complaint(self) -> str:
+        lines = self.log.read_text().strip().splitlines() if self.log.exists() else []
+        return lines[-1] if lines else "it ended without a word"
+
+
+def run_grid(
+    grid: Grid,
+    options: Options,
+    watcher: Watcher | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Run the cells that the results lack, and write the grid's table whenever one ends."""
+    watcher = watcher or Nobody()
+    results = Results(options.results)
+    weights = default_weights(options.weights)
+    missing = [cell for cell in grid.cells if not results.has(cell)]
+    for cell in missing:
+        cell.experiment(weights)  # a grid that cannot be run is refused before any of it is
+    options = Options(**{**options.__dict__, "weights": weights})
+    estimate = Estimate(grid, results)
+    jobs = how_many(grid, options.jobs)
+    known = len(grid.cells) - len(missing)
+    outcome = Outcome(len(grid.cells), known)
+    watcher.begin(len(grid.cells), known)
+    deadline = None if options.limit_minutes is None else clock() + 60 * options.limit_minutes
+    waiting, running = list(missing), list[_Running]()
+    news: queue.Queue[tuple[_Running, dict[str, Any]]] = queue.Queue()
+    try:
+        while waiting or running:
+            late = deadline is not None and clock() >= deadline
+            if late:
+                outcome.out_of_time = True
+                break
+            while waiting and len(running) < jobs:
+                cell = waiting.pop(0)
+                if results.has(cell):  # another runner was quicker
+                    outcome.finished += 1
+                    continue
+                running.append(_Running(cell, options, news))
+                watcher.started(cell)
+            try:
+                who, message = news.get(timeout=0.5)
+            except queue.Empty:
+                message = {}
+            else:
+                who.share = message.get("share", who.share)
+                if "code" in message:
+                    running.remove(who)
+                    _settle(who, message, outcome, watcher, estimate)
+                    results.write_table(grid)
+            done = outcome.finished + sum(r.share for r in running)
+            watcher.moved(done, _time_left(waiting, running, estimate, jobs))
+    finally:
+        for process in running:
+            process.stop()
+        for process in running:
+            process.process.wait()
+    results.write_table(grid)
+    return outcome
+
+
+def _settle(
+    who: _Running,
+    message: dict[str, Any],
+    outcome: Outcome,
+    watcher: Watcher,
+    estimate: Estimate,
+) -> None:
+    code = message["code"]
+    if code == 0:
+        outcome.finished += 1
+        estimate.add(who.cell, time.monotonic() - who.began)
+        who.log.unlink(missing_ok=True)
+    elif code != BUSY:  # who is at it writes the result
+        message["error"] = message.get("error") or who.complaint()
+        outcome.failed.append((who.cell, message["error"]))
+    watcher.ended(who.cell, message)
+
+
+def _time_left(
+    waiting: Sequence[Cell], running: Sequence[_Running], estimate: Estimate, jobs: int
+) -> float | None:
+    """Seconds until the grid is complete; None where nothing alike has ended yet."""
+    total = 0.0
+    for cell, share in [(c, 0.0) for c in waiting] + [(r.cell, r.share) for r in running]:
+        seconds = estimate.of(cell)
+        if seconds is None:
+            return None
+        total += seconds * (1 - share)
+    return total / max(1, min(jobs, len(waiting) + len(running)))

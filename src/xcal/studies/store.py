@@ -1,0 +1,251 @@
+"""Results on disk: one small file a finished cell, one a test set; tables are drawn from them.
+
+A cell's file is written whole or not at all, under the cell's own name, so that nobody can repeat,
+halve or overwrite a result, and results of several machines are merged by copying files.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.errors import UserError
+from xcal.federation.files import read_json, write_bytes
+from xcal.studies.grid import Cell, Grid
+
+ROAD_STEP = 1e-4  # scores of images are kept to this
+
+
+def pack(values: NDArray[Any]) -> str:
+    """An integer array as text: its type, then its compressed bytes."""
+    small = np.ascontiguousarray(values)
+    text = base64.b64encode(zlib.compress(small.tobytes(), 9)).decode("ascii")
+    return f"{small.dtype.str}:{text}"
+
+
+def unpack(text: str) -> NDArray[Any]:
+    kind, _, body = text.partition(":")
+    return np.frombuffer(zlib.decompress(base64.b64decode(body)), dtype=np.dtype(kind))
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Public facts of a test set that every cell on it shares."""
+
+    __test__ = False  # pytest: this is no test
+
+    name: str
+    classes: tuple[str, ...]
+    group_name: str
+    labels: NDArray[np.int64]
+    groups: NDArray[np.int64]  # 0 … G−1
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "classes": list(self.classes),
+            "group_name": self.group_name,
+            "labels": pack(self.labels.astype(np.uint8)),
+            "groups": pack(self.groups.astype(np.int32)),
+        }
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> TestSet:
+        return TestSet(
+            values["name"],
+            tuple(values["classes"]),
+            values["group_name"],
+            unpack(values["labels"]).astype(np.int64),
+            unpack(values["groups"]).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """A cell's file, read back."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.values["id"])
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.values["keys"]
+        return found
+
+    @property
+    def finished(self) -> bool:
+        """False where training diverged: that is a result too, but there is nothing to measure."""
+        return self.values["status"] == "finished"
+
+    @property
+    def predicted(self) -> NDArray[np.int64]:
+        return unpack(self.values["predicted"]).astype(np.int64)
+
+    @property
+    def road_images(self) -> NDArray[np.int64]:
+        """Which test images were explained."""
+        return unpack(self.values["road_images"]).astype(np.int64)
+
+    @property
+    def road_scores(self) -> NDArray[np.float64]:
+        return unpack(self.values["road_scores"]).astype(np.float64) * ROAD_STEP
+
+
+class Results:
+    """A folder of results, such as `results/` in a checkout."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _cell_path(self, scale: str, cell: str) -> Path:
+        return self.path / "cells" / scale / f"{cell}.json"
+
+    def has(self, cell: Cell) -> bool:
+        return self._cell_path(cell.scale, cell.id).exists()
+
+    def write(self, scale: str, values: Mapping[str, Any], test: TestSet) -> None:
+        """The set first: a cell's file never names a set that is not there."""
+        write_atomically(self.path / "sets" / f"{test.name}.json", test.as_dict())
+        write_atomically(self._cell_path(scale, str(values["id"])), values)
+
+    def write_failed(self, scale: str, values: Mapping[str, Any]) -> None:
+        write_atomically(self._cell_path(scale, str(values["id"])), values)
+
+    def read(self, scale: str, cell: str) -> CellResult | None:
+        path = self._cell_path(scale, cell)
+        return CellResult(read_json(path)) if path.exists() else None
+
+    def all(self, scale: str) -> list[CellResult]:
+        folder = self.path / "cells" / scale
+        return [CellResult(read_json(p)) for p in sorted(folder.glob("*.json"))]
+
+    def scales(self) -> list[str]:
+        folder = self.path / "cells"
+        return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+
+    def test_set(self, name: str) -> TestSet:
+        return TestSet.of(read_json(self.path / "sets" / f"{name}.json"))
+
+    def of_grid(self, grid: Grid) -> dict[Cell, CellResult]:
+        """What is there of a grid."""
+        found = {cell: self.read(cell.scale, cell.id) for cell in grid.cells}
+        return {cell: result for cell, result in found.items() if result is not None}
+
+    def write_table(self, grid: Grid) -> Path:
+        """The grid's finished cells as CSV, one row each: a view of the cells' files."""
+        path = self.path / f"{grid.study}-{grid.scale}.csv"
+        write_text(path, table_text(self.of_grid(grid)))
+        return path
+
+
+COLUMNS = (
+    "data network method epsilon variant seed status macro_f1 road road_logit_percent auroc"
+    " epsilon_target epsilon_paper delta unit mean_sigma share_spent steps halted"
+    " clients partition rounds batch lr clip seconds commit versions command id"
+).split()
+
+
+def table_row(cell: Cell, result: CellResult) -> dict[str, Any]:
+    values, keys = result.values, result.keys
+    clients = values.get("clients", [])
+    shares = [c["share_spent"] for c in clients if c["share_spent"] is not None]
+    row = {name: values.get(name, keys.get(name)) for name in COLUMNS}
+    row |= {
+        "epsilon": cell.epsilon,
+        "variant": cell.variant,
+        "clients": keys.get("clients", 1),
+        "rounds": keys["rounds"],
+        "share_spent": round(max(shares), 6) if shares else None,
+        "steps": sum(c["steps"] for c in clients),
+        "halted": sum(bool(c["halted"]) for c in clients),
+        "versions": " ".join(f"{k}={v}" for k, v in values["versions"].items()),
+    }
+    return row
+
+
+def table_text(results: Mapping[Cell, CellResult]) -> str:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    rows = [table_row(cell, result) for cell, result in results.items()]
+
+    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        epsilon = row["epsilon"]
+        return (
+            row["data"],
+            row["network"],
+            float("inf") if epsilon is None else epsilon,
+            row["method"],
+            row["variant"],
+            row["seed"],
+        )
+
+    for row in sorted(rows, key=place):
+        writer.writerow({k: "" if v is None else v for k, v in row.items()})
+    return stream.getvalue()
+
+
+def write_atomically(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n"
+    write_text(path, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            return
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror}.") from error
+    write_bytes(path, text.encode())
+
+
+@dataclass(frozen=True)
+class Merged:
+    added: int
+    known: int
+    different: tuple[str, ...]  # cells that both sides have, with unlike results
+
+
+def merge(into: Results, others: Iterable[Results]) -> Merged:
+    """Take over the cells that others have and we have not. Ours are never overwritten."""
+    added, known, different = 0, 0, list[str]()
+    for other in others:
+        if not other.scales():
+            raise UserError(f"{other.path} holds no results: name a folder with cells in it.")
+        for scale in other.scales():
+            for result in other.all(scale):
+                ours = into.read(scale, result.id)
+                if ours is not None:
+                    known += 1
+                    if _outcome(ours) != _outcome(result):
+                        different.append(result.id)
+                    continue
+                if result.finished:
+                    into.write(scale, result.values, other.test_set(result.values["test_set"]))
+                else:
+                    into.write_failed(scale, result.values)
+                added += 1
+    return Merged(added, known, tuple(different))
+
+
+def _outcome(result: CellResult) -> tuple[Any, ...]:
+    return tuple(result.values.get(k) for k in ("status", "macro_f1", "road", "predicted"))
+
+
+def group_numbers(groups: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Groups counted from 0: whose they are does not matter here."""
+    return np.unique(np.asarray(groups), return_inverse=True)[1].astype(np.int64)

@@ -1,0 +1,79 @@
+"""Declared grids: what a cell is called, what is shared, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from xcal.errors import UserError
+from xcal.studies.declared import STUDIES, WEIGHTS, declare
+from xcal.studies.grid import Choice, make_cell
+from xcal.studies.scales import LAPTOP, SCALES
+
+
+@pytest.mark.parametrize("scale", sorted(SCALES))
+@pytest.mark.parametrize("study", sorted(STUDIES))
+def test_every_cell_of_every_study_is_an_experiment(study: str, scale: str) -> None:
+    grid = declare(study, scale)
+    assert grid.cells
+    assert len({c.id for c in grid.cells}) == len(grid.cells)
+    for cell in grid.cells:
+        experiment = cell.experiment(Path("somewhere.pth"))
+        assert experiment.method == cell.method
+        assert experiment.threads == 1
+        assert cell.keys.get("weights") in (None, "imagenet")  # never a machine's path
+
+
+def test_a_cell_is_called_by_what_counts_for_its_method() -> None:
+    base = LAPTOP.values("fl-dp", "blood-cells", "small", 5.0, 0)
+    cell = make_cell("laptop", base, 500)
+    assert cell.id == make_cell("laptop", base | {"w": 0.9, "band": 0.4}, 500).id
+    assert cell.id != make_cell("laptop", base | {"lr": 9.0}, 500).id
+    assert cell.id != make_cell("laptop", base, 100).id
+    ours = LAPTOP.values("xcal", "blood-cells", "small", 5.0, 0)
+    assert make_cell("laptop", ours, 500).id != make_cell("laptop", ours | {"w": 0.9}, 500).id
+    plain = LAPTOP.values("fl", "blood-cells", "small", None, 0)
+    assert "epsilon" not in make_cell("laptop", plain, 500).keys
+
+
+def test_names_of_finished_cells_stay() -> None:
+    """Committed results are found by these names: whoever changes them orphans the results."""
+    values = LAPTOP.values("fl-dp", "blood-cells", "small", 5.0, 0)
+    text = json.dumps(sorted(make_cell("laptop", values, 500).keys))
+    assert text == json.dumps(
+        sorted(
+            "average batch clients clip concentration data delta epsilon local_epochs lr method"
+            " network optimizer partition pixels road_every road_images rounds seed train_images"
+            " unit validation_images".split()
+        )
+    )
+
+
+def test_studies_share_their_cells() -> None:
+    main = {c.id for c in declare("privacy-utility", "laptop").cells}
+    assert {c.id for c in declare("efficiency", "laptop").cells} <= main
+    assert {c.id for c in declare("panel", "laptop").cells} <= main
+    ablation = declare("ablation", "laptop").cells
+    assert main & {c.id for c in ablation}
+    named = {c.variant for c in ablation}
+    assert {"signal: constant", "signal: noise", "signal: decay"} <= named
+    assert set(WEIGHTS) - {"balanced"} <= named  # balanced are the defaults: the plain cell
+
+
+def test_more_seeds_add_to_what_is_there() -> None:
+    few = declare("privacy-utility", "laptop", Choice(data=("blood-cells",), seeds=2)).cells
+    more = declare("privacy-utility", "laptop", Choice(data=("blood-cells",), seeds=3)).cells
+    assert {c.id for c in few} < {c.id for c in more}
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="privacy-utility"):
+        declare("privacy-utlity", "laptop")
+    with pytest.raises(UserError, match="laptop"):
+        declare("ablation", "labtop")
+    with pytest.raises(UserError, match="fl-dp"):
+        declare("ablation", "laptop", Choice(methods=("fl-dpp",)))
+    with pytest.raises(UserError, match="no settings for the network"):
+        declare("ablation", "smoke", Choice(networks=("resnet18",)))
