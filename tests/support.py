@@ -124,4 +124,5 @@ def xcal_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str
 
 
 def xcal_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    path = os.pathsep.join([str(TESTS), str(ROOT / "src")])  # this checkout's code, not another's
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
