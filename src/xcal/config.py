@@ -24,7 +24,7 @@ class Experiment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     # what is trained, on what
-    method: str = Field("xcal", description="centralized, fl, fl-dp, xcal-paper or xcal")
+    method: str = Field("xcal", description="a method's name, or package.module:name")
     data: str = Field("smear", description="a data set's name, or package.module:name")
     pixels: Annotated[int, Field(ge=16, le=1024)] = Field(64, description="side of the images")
     train_images: Annotated[int, Field(ge=1)] | None = Field(
@@ -111,6 +111,10 @@ class Experiment(BaseModel):
     )
     signal_source: Literal["model", "constant", "noise", "decay"] = Field(
         "model", description="the model, or what replaces it at the same cost, to see what it does"
+    )
+    # where the noise goes
+    protected: Share = Field(
+        0.2, description="share r of the CAM layer's channels, the most important, to be spared"
     )
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = Field(

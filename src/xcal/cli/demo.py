@@ -96,7 +96,7 @@ def comparison(results: dict[str, dict[str, Any]]) -> Table:
             method,
             number(result["macro_f1"]),
             number(result["road"]),
-            epsilon_text(result["epsilon_target"]),
+            epsilon_text(result["epsilon_target"], result["epsilon_nominal"]),
             number(result["epsilon_paper"], 2),
             number(result["mean_sigma"]),
             str(sum(c["steps"] for c in result["clients"])),

@@ -53,6 +53,7 @@ def explain_command(
         found,
         epsilon=result.get("epsilon_target"),
         delta=result.get("delta"),
+        nominal=result.get("epsilon_nominal"),
         method=method,
     )
     write_bytes(out / PAGE, page.encode())

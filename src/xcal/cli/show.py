@@ -22,8 +22,11 @@ def number(value: float | None, digits: int = 3, missing: str = "–") -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
-def epsilon_text(value: float | None) -> str:
-    return "∞" if value is None else f"{value:g}"
+def epsilon_text(value: float | None, nominal: float | None = None) -> str:
+    """ε proved; where there is none, ∞ with the nominal ε beside it, if there is one."""
+    if value is not None:
+        return f"{value:g}"
+    return "∞" if nominal is None else f"∞ (nominal {nominal:g})"
 
 
 class LiveProgress:
@@ -113,7 +116,7 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
     promise = (
         f"({result['epsilon_target']:g}, {result['delta']:g})-DP per {result['unit']}"
         if result["epsilon_target"] is not None
-        else "no guarantee (ε = ∞)"
+        else f"no guarantee (ε = {epsilon_text(None, result['epsilon_nominal'])})"
     )
     if result.get("epsilon_client") is not None:
         spent = result["server"]["epsilon_spent"]

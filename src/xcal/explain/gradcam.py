@@ -75,6 +75,28 @@ def gradcam_maps(
     return torch.cat(maps)
 
 
+def channel_weights(model: nn.Module, images: Tensor, *, batch_size: int = 64) -> Tensor:
+    """Grad-CAM's weights (N, C) of the feature map's channels, for each image's predicted class.
+
+    The mean over the map's cells of the logit's gradient. Leaves the model as `gradcam_maps` does.
+    """
+    head_weight = head_weight_of(model)
+    found = []
+    with undisturbed(model), torch.inference_mode(False):
+        for start in range(0, max(len(images), 1), batch_size):
+            part = images[start : start + batch_size]
+            part = part.clone() if part.is_inference() else part.detach()
+            if head_weight is None:
+                _, gradients = _features_and_gradients(model, part, None)
+                found.append(gradients.mean(dim=(2, 3)))
+            else:
+                with torch.no_grad():
+                    logits, features = forward_with_features(model, part)
+                    cells = features.shape[2] * features.shape[3]
+                    found.append(head_weight[logits.argmax(dim=1)] / cells)
+    return torch.cat(found)
+
+
 def enlarge_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
     """Maps (N, h, w) brought to the image's (height, width) by bilinear interpolation, float64.
 
@@ -122,6 +144,15 @@ def _maps_in_closed_form(
 def _maps_by_autograd(
     model: nn.Module, images: Tensor, classes: Tensor | None, method: MapMethod
 ) -> Tensor:
+    features, gradients = _features_and_gradients(model, images, classes)
+    return _maps_from_gradients(features, gradients, method)
+
+
+def _features_and_gradients(
+    model: nn.Module, images: Tensor, classes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The feature map and the gradient of the chosen class's logit with respect to it."""
+
     # The graph is cut at the feature map, so that the backward pass covers the head only, works
     # on a frozen network, and reaches no parameter's .grad.
     def leaf(output: Tensor) -> Tensor:
@@ -138,7 +169,7 @@ def _maps_by_autograd(
                 "name a layer that the logits are computed from."
             )
         (gradients,) = torch.autograd.grad(chosen, features)
-    return _maps_from_gradients(features.detach(), gradients, method)
+    return features.detach(), gradients
 
 
 def _maps_from_gradients(features: Tensor, gradients: Tensor, method: MapMethod) -> Tensor:

@@ -85,6 +85,12 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
             "",
             *_bullets(statement["not_protected"]),
         ]
+    elif result["epsilon_nominal"] is not None:
+        lines += [
+            "",
+            f"- Guaranteed: nothing, ε = ∞. Nominal: ε = {result['epsilon_nominal']:g},"
+            f" {result['noise']} noise on part of each update.",
+        ]
     return [*lines, "", "The whole statement is in `statement.txt`."]
 
 

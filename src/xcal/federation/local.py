@@ -31,7 +31,7 @@ from xcal.federation.rounds import (
 )
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.federation.site import Site
-from xcal.methods.base import Method, save_state
+from xcal.methods.base import Method, nominal_epsilon, save_state
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.ahead import SecureNoiseAhead
@@ -294,6 +294,7 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
             group_name=federation.data.group_name,
             group_cap=experiment.group_cap,
             server_plan=federation.server_plan,
+            epsilon_nominal=nominal_epsilon(federation.method, experiment),
         )
     )
     write_json(folder.path / "statement.json", statement)
@@ -324,6 +325,7 @@ def _finish(
     road = (explanations or {}).get("road", {})
     private = any(p is not None for p in federation.plans)
     central = federation.server_plan  # its unit is the client: a column of its own
+    nominal = nominal_epsilon(federation.method, experiment)
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
     result = {
         "method": experiment.method,
@@ -333,13 +335,13 @@ def _finish(
         "road": road.get("road"),
         "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
-        "epsilon_nominal": experiment.epsilon if private else None,
+        "epsilon_nominal": nominal,
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
         "delta": experiment.delta if private or central is not None else None,
         "unit": central.unit if central is not None else experiment.unit if private else None,
-        "noise": experiment.noise_source if private or central is not None else None,
-        "mean_sigma": _mean_sigma(folder) if private else None,
+        "noise": None if nominal is None and central is None else experiment.noise_source,
+        "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,
         "clients": [
             {

@@ -18,7 +18,7 @@ from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors, write_tensors
 from xcal.federation.site import Pace, Site
-from xcal.methods.base import Method, save_state
+from xcal.methods.base import Method, clips_units, save_state
 from xcal.methods.registry import method_of
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
@@ -203,7 +203,7 @@ def _train(
         round=request.round,
         first_step=request.own_rounds.index(request.round) * steps,
         model=model,
-        engine=ClippingEngine(model, chunk=experiment.chunk) if account is not None else None,
+        engine=ClippingEngine(model, chunk=experiment.chunk) if clips_units(method) else None,
         data=site.data,
         noise=site.noise,
         account=account,
@@ -212,6 +212,7 @@ def _train(
         clip=experiment.clip,
         replay=site.replay_key(experiment),
         validation_losses=request.validation_losses,
+        own_rounds=len(request.own_rounds),
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -328,7 +329,7 @@ def _report(
         epsilon_spent=plan.odometer(account.spent) if private else None,  # type: ignore[union-attr]
         epsilon_paper=method.epsilon_paper(experiment, plan, state),
         share_spent=account.filter.share_spent if account is not None else None,
-        mean_sigma=_mean([r.sigma for r in trace]) if private else None,
+        mean_sigma=_mean([r.sigma for r in trace if r.sigma > 0]),
         mean_signal=_mean([r.signal for r in trace if r.signal is not None]),
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,

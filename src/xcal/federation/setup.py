@@ -17,7 +17,7 @@ from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.rounds import run_terms
-from xcal.methods.base import Method
+from xcal.methods.base import ChoosyMethod, Method, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
@@ -156,8 +156,10 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         own = sum(client in chosen for chosen in schedule)
         plans.append(method.plan(experiment, units, own) if own else None)
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    if method.private:  # refuse an unfit network before anything is charged
+    if clips_units(method):  # refuse an unfit network before anything is charged
         network = build_network(experiment, len(data.classes))
+        if isinstance(method, ChoosyMethod):
+            method.check_network(network)
         ClippingEngine(network)
         _check_independence(network, train.pixels.shape[1])
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):

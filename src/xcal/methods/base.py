@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
+from torch import nn
+
 from xcal.config import Experiment
 from xcal.explain.signal import SignalSettings
 from xcal.privacy.calibration import Plan, PlanShape
@@ -95,6 +97,26 @@ class CentralMethod(Method, Protocol):
     ) -> tuple[Update, Any]:
         """The released mean update. Raises `BudgetExhausted` where the filter refuses it."""
         ...
+
+
+@runtime_checkable
+class ChoosyMethod(Protocol):
+    """A method that some networks do not suit: they are refused before anything is charged."""
+
+    def check_network(self, network: nn.Module) -> None:
+        """Raises `UserError` where the method cannot work with this network."""
+        ...
+
+
+def clips_units(method: Method) -> bool:
+    """Whether its step sums clipped unit gradients: then the network must be fit for it."""
+    return "chunk" in method.uses
+
+
+def nominal_epsilon(method: Method, experiment: Experiment) -> float | None:
+    """The ε that a client's noise is chosen for, whether or not it is a guarantee."""
+    at_client = "epsilon" in method.uses and not isinstance(method, CentralMethod)
+    return experiment.epsilon if at_client else None
 
 
 def save_state(state: Any) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
+from xcal.methods.agp import AGP
 from xcal.methods.base import CentralMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
 from xcal.methods.fl_dp import FL_DP
@@ -14,7 +15,7 @@ from xcal.plugins import load_object
 from xcal.privacy.calibration import Plan
 
 METHODS: dict[str, Method] = {
-    m.name: m for m in (CENTRALIZED, FL, FL_DP, XCAL_PAPER, XCAL, DP_FEDAVG)
+    m.name: m for m in (CENTRALIZED, FL, FL_DP, AGP, XCAL_PAPER, XCAL, DP_FEDAVG)
 }
 
 
@@ -39,6 +40,10 @@ def method_of(experiment: Experiment) -> Method:
     return chosen
 
 
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) -> Plan:
     """The plan of a method with a guarantee."""
     method = method_of(experiment)
@@ -48,6 +53,6 @@ def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) 
     if plan is None:
         raise UserError(
             f"The method {experiment.method!r} has no guarantee (epsilon is infinite), so there is"
-            " nothing to plan: choose fl-dp, xcal-paper or xcal."
+            f" nothing to plan: choose {_listed([m.name for m in METHODS.values() if m.private])}."
         )
     return plan

@@ -93,6 +93,16 @@ def _central_worth(plan: Plan) -> str:
     )
 
 
+def _nominal(situation: Situation) -> str:
+    """What to think of the ε that a method without a guarantee was given."""
+    if situation.epsilon_nominal is None:
+        return ""
+    return (
+        f" Its noise was chosen for an epsilon of {situation.epsilon_nominal:g}, but not all that"
+        " leaves a step carries that noise: the nominal epsilon bounds nothing."
+    )
+
+
 def _promise(situation: Situation) -> str:
     plans = list(situation.plans.values())
     if situation.server_plan is not None:
@@ -101,7 +111,7 @@ def _promise(situation: Situation) -> str:
         return (
             f"The method {situation.method} has no differential-privacy guarantee: epsilon is"
             " infinite. Whoever sees an update or the model may learn anything about the"
-            " training images."
+            " training images." + _nominal(situation)
         )
     plan = plans[0]
     unit = (

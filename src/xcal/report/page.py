@@ -31,6 +31,7 @@ def explanations_page(
     *,
     epsilon: float | None,
     delta: float | None,
+    nominal: float | None = None,
     method: MapMethod = "gradcam",
 ) -> str:
     """The page as HTML. Every text from outside is escaped; images are part of the file."""
@@ -41,13 +42,18 @@ def explanations_page(
         data=run.experiment.data,
         network=run.experiment.network,
         pixels=run.experiment.pixels,
-        guarantee="no privacy guarantee (ε = ∞)"
-        if epsilon is None
-        else f"ε = {epsilon:g}, δ = {delta:g}",
+        guarantee=_guarantee(epsilon, delta, nominal),
         map_name=MAP_NAMES[method],
         bar=_data_uri(colour_bar(256, 4)),
         explanations=[_item(run, found) for found in explanations],
     )
+
+
+def _guarantee(epsilon: float | None, delta: float | None, nominal: float | None) -> str:
+    if epsilon is not None:
+        return f"ε = {epsilon:g}, δ = {delta:g}"
+    beside = "" if nominal is None else f", nominal ε = {nominal:g}"
+    return f"no privacy guarantee (ε = ∞{beside})"
 
 
 def _item(run: LoadedRun, found: Explanation) -> dict[str, Any]:

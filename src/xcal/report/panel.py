@@ -46,11 +46,12 @@ _WIDE = 1.45  # the shape a figure had best have: width by height
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of the figure; `epsilon` is None without a guarantee."""
+    """One run of the figure; `epsilon` is None without a guarantee, whatever the nominal one."""
 
     method: str
     epsilon: float | None
     run: LoadedRun
+    nominal: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class View:
 def load_entries(folders: Sequence[Path]) -> list[Entry]:
     """The runs of a figure: finished, of one data set, one size, and no two for one place."""
     entries: list[Entry] = []
-    places: dict[tuple[str, float | None], Path] = {}
+    places: dict[tuple[str, float | None, float | None], Path] = {}
     for folder in folders:
         run = load_run(folder)
         result = RunFolder.find(folder).result
@@ -74,7 +75,9 @@ def load_entries(folders: Sequence[Path]) -> list[Entry]:
                 f"The run in {folder} is not finished: continue it with `xcal run --resume"
                 f" {folder}`."
             )
-        entry = Entry(run.experiment.method, result["epsilon_target"], run)
+        entry = Entry(
+            run.experiment.method, result["epsilon_target"], run, result.get("epsilon_nominal")
+        )
         first = entries[0].run if entries else run
         for what in ("data", "pixels"):
             one, other = getattr(first.experiment, what), getattr(run.experiment, what)
@@ -83,7 +86,7 @@ def load_entries(folders: Sequence[Path]) -> list[Entry]:
                     f"The runs {folders[0]} and {folder} differ in {what} ({one} and {other}): a"
                     " panel shows the same images throughout."
                 )
-        place = (entry.method, entry.epsilon)
+        place = (entry.method, entry.epsilon, entry.nominal)
         if place in places:
             shown = "∞" if entry.epsilon is None else f"{entry.epsilon:g}"
             raise UserError(
@@ -152,12 +155,18 @@ def arrange(entries: Sequence[Entry]) -> Layout:
         return (known.index(method) if method in known else len(known), method)
 
     private = sorted({e.method for e in entries if e.epsilon is not None}, key=rank)
-    plain = sorted({e.method for e in entries if e.epsilon is None}, key=rank)
+    plain = sorted(
+        {(e.method, e.nominal) for e in entries if e.epsilon is None},
+        key=lambda pair: (rank(pair[0]), pair[1] or 0.0),
+    )
     finite = sorted({e.epsilon for e in entries if e.epsilon is not None})
     epsilons: list[float | None] = [*finite, *([None] if plain else [])]
     cells = {}
     for number, entry in enumerate(entries):
-        row = (plain if entry.epsilon is None else private).index(entry.method)
+        if entry.epsilon is None:
+            row = plain.index((entry.method, entry.nominal))
+        else:
+            row = private.index(entry.method)
         cells[row, epsilons.index(entry.epsilon)] = number
     return Layout(tuple(private), tuple(epsilons), cells)
 
@@ -252,7 +261,9 @@ class _Figure:
         right = view.predicted == int(self.images.labels[number])
         second = percent(view.confidence)
         if not guaranteed:  # it belongs to no row, so it says itself what it is
-            second += f" · {self.entries[found].method}"
+            entry = self.entries[found]
+            nominal = "" if entry.nominal is None else f" ({entry.nominal:g})"
+            second += f" · {entry.method}{nominal}"
         name = self.classes[view.predicted]
         self._caption(sheet, corner, name, second, RIGHT if right else WRONG)
 

@@ -1,0 +1,183 @@
+"""AGP spares what it says, nothing else, and is never taken for private."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import xcal
+from support import TINY, micro, tiny
+from xcal.cli.show import epsilon_text, show_result
+from xcal.config import make_experiment
+from xcal.errors import UserError
+from xcal.explain.gradcam import channel_weights
+from xcal.methods.agp import AGP
+from xcal.models.efficientnet import efficientnet_b0
+from xcal.models.resnet import resnet18
+from xcal.models.small import small
+from xcal.privacy.calibration import PlanShape, plan_paper
+from xcal.privacy.ledger_rows import read_rows
+from xcal.privacy.noise import SeededNoise
+from xcal.training import agp as step_of_agp
+from xcal.training.agp import AgpState, agp_step, channel_importance
+from xcal.training.cam_layer import cam_layer_of, most_important, require_trained
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import Bench, LocalData, Optimiser
+from xcal.training.steps import clipped_sum, release_gradient
+
+
+def bench(model: nn.Module | None = None) -> Bench:
+    network = micro(3, seed=1) if model is None else model
+    return Bench(
+        client="0",
+        method="agp",
+        round=0,
+        first_step=0,
+        model=network,
+        engine=ClippingEngine(network),
+        data=LocalData(tiny().train, unit="record", images_per_unit=1),
+        noise=SeededNoise(3),
+        account=None,
+        optimiser=Optimiser(network, "sgd", 1.0, 0.0),
+        batch=20,
+        clip=1.0,
+    )
+
+
+def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:
+    at, layer = bench(), cam_layer_of(micro(3))
+    before = {name: p.detach().clone() for name, p in at.model.named_parameters()}
+    state, record = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=AgpState())
+    assert state.channels is not None
+    assert len(state.channels) == 2
+    assert record.sigma == 4.0
+    # The same draw without noise: lr 1, so the step is the gradient itself.
+    quiet = bench()
+    sums = clipped_sum(quiet, quiet.draw(0)).gradients
+    for name, p in at.model.named_parameters():
+        clean = before[name] - sums[name] / 20 == p
+        for channel in range(len(p)):
+            spared = name in ("conv.weight", "conv.bias") and channel in state.channels
+            assert bool(clean[channel].all()) == spared, (name, channel)
+            assert spared or not bool(clean[channel].any())
+
+
+def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
+    mine, base = bench(), bench()
+    state = AgpState()
+    for step in range(3):
+        state, _ = agp_step(
+            mine, step, sigma=0.8, share=0.0, layer=cam_layer_of(mine.model), state=state
+        )
+        release_gradient(base, step, clipped_sum(base, base.draw(step)).gradients, 0.8)
+    for name, value in mine.model.state_dict().items():
+        assert torch.equal(value, base.model.state_dict()[name])
+
+
+def test_importance_is_the_magnitude_of_gradcams_channel_weights() -> None:
+    at = bench()
+    weights = at.model.head.weight.detach().double().abs()  # type: ignore[union-attr,operator]
+    found = channel_importance(at) * 64  # 8 × 8 cells
+    assert bool((found <= weights.max(0).values + 1e-6).all())
+    assert bool((found >= weights.min(0).values - 1e-6).all())
+    images = torch.randn(5, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    closed = channel_weights(at.model, images)
+    assert closed.shape == (5, 8)
+    at.model.head_layer = None  # type: ignore[assignment]
+    torch.testing.assert_close(channel_weights(at.model, images), closed)  # by autograd
+
+
+def test_most_important_takes_the_top_share_and_nobody_counts_as_nothing() -> None:
+    values = torch.tensor([1.0, 3.0, 3.0, float("nan"), 2.0])
+    assert most_important(values, 0.2) == (1,)
+    assert most_important(values, 0.4) == (1, 2)
+    assert most_important(values, 0.41) == (1, 2, 4)
+    assert most_important(values, 0.0) == ()
+    assert most_important(values, 1.0) == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("network", "convolution", "norm", "channels"),
+    [
+        (small(5, seed=0), "features.9", "features.10", 32),
+        (resnet18(5, norm="group", seed=0), "layer4.1.conv2", "layer4.1.bn2", 512),
+        (efficientnet_b0(5, norm="group", seed=0), "features.8.0", "features.8.1", 1280),
+        (micro(5), "conv", "norm", 8),
+    ],
+)
+def test_the_cam_layer_is_found(network: Any, convolution: str, norm: str, channels: int) -> None:
+    layer = require_trained(network, "agp")
+    assert layer.channels == channels
+    assert layer.convolution[0] == f"{convolution}.weight"
+    assert layer.norm == (f"{norm}.weight", f"{norm}.bias")
+
+
+def test_a_frozen_cam_layer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not train here"):
+        xcal.run(tmp_path / "r", method="agp", **{**TINY, "network": "resnet18", "train": "head"})
+    assert not (tmp_path / "r").exists()
+
+
+def test_its_noise_is_the_mean_of_the_published_band() -> None:
+    experiment = make_experiment({"method": "agp", "epsilon": 0.5, "batch": 32})
+    plan = plan_paper(PlanShape(0.5, 1e-5, 3332, 32, 30), rho=0.1, band=0.2)
+    assert AGP.sigma(experiment, 3332, 30) == pytest.approx((plan.sigma_min + plan.sigma_max) / 2)
+    with pytest.raises(UserError):
+        AGP.plan(make_experiment({"method": "agp", "epsilon": -1.0}), 100, 3)
+
+
+def test_it_is_called_unbounded_everywhere(tmp_path: Path) -> None:
+    result = xcal.run(tmp_path / "r", method="agp", **TINY)
+    assert result["epsilon_target"] is None
+    assert result["epsilon_nominal"] == 8.0
+    assert result["mean_sigma"] > 0
+    assert result["noise"] == "seeded"
+    assert all(c["epsilon_spent"] is None for c in result["clients"])
+    statement = json.loads((tmp_path / "r" / "statement.json").read_text())
+    assert "epsilon is infinite" in statement["promise"]
+    assert "an epsilon of 8" in statement["promise"]
+    assert statement["epsilon_nominal"] == 8.0
+    console = Console(file=io.StringIO(), width=120)
+    show_result(console, result, tmp_path)
+    assert "no guarantee (ε = ∞ (nominal 8))" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ε = ∞. Nominal: ε = 8" in (tmp_path / "r" / "card.md").read_text()
+    rows = read_rows(tmp_path / "r" / "clients" / "0" / "ledger.sqlite")
+    assert [r.body["cost"] for r in rows if r.kind == "unbounded"] == ["inf"] * 3
+    assert not [r for r in rows if r.kind == "charge"]
+
+
+def test_tables_show_the_nominal_epsilon_beside_infinity() -> None:
+    assert epsilon_text(None, 8.0) == "∞ (nominal 8)"
+    assert epsilon_text(None) == "∞"
+    assert epsilon_text(8.0, 8.0) == "8"
+
+
+def test_a_round_taken_up_in_the_middle_keeps_its_channels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels are chosen from the weights received, not from those of the step taken up."""
+    xcal.run(tmp_path / "whole", method="agp", **TINY)
+    calls = {"count": 0}
+    real = step_of_agp.release_tensors
+
+    def fails(*arguments: Any) -> Any:
+        calls["count"] += 1
+        if calls["count"] == 4:
+            raise RuntimeError("power cut")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_of_agp, "release_tensors", fails)
+        patch.setattr("xcal.federation.site.Pace.due", lambda self: True)
+        with pytest.raises(RuntimeError, match="power cut"):
+            xcal.run(tmp_path / "cut", method="agp", **TINY)
+    xcal.run(tmp_path / "cut", resume=True)
+    for name in ("model.safetensors", "trace.jsonl"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
