@@ -116,6 +116,30 @@ class Experiment(BaseModel):
     protected: Share = Field(
         0.2, description="share r of the CAM layer's channels, the most important, to be spared"
     )
+    protection: Annotated[float, Field(ge=1, le=16)] = Field(
+        2.0, description="how many times less noise than the others the spared channels get"
+    )
+    geometry: Literal["none", "importance"] = Field(
+        "none", description="xcal: noise alike everywhere, or less on the channels that matter"
+    )
+    # how much a unit may contribute
+    clipping: Literal["fixed", "quantile"] = Field(
+        "fixed", description="xcal: clip always to C, or follow a quantile of the norms"
+    )
+    level: Literal["record", "client"] = Field(
+        "record",
+        description="adaptive-clip: at the client, or on updates at the server",
+    )
+    quantile: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="share γ of the norms that the clipping norm should not cut"
+    )
+    clip_rate: Annotated[float, Field(gt=0, le=2)] = Field(
+        0.2, description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))"
+    )
+    kappa_b: Positive = Field(5.0, description="price of the count: 1/(8κ²) more noise")
+    count_noise: Positive | None = Field(
+        None, description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ"
+    )
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = Field(
         500, description="size of the fixed public validation subset measured every round"
