@@ -25,7 +25,6 @@ from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import RunTerms
-from xcal.training.clipping import ClippingEngine
 from xcal.training.local import (
     Bench,
     Optimiser,
@@ -203,7 +202,7 @@ def _train(
         round=request.round,
         first_step=request.own_rounds.index(request.round) * steps,
         model=model,
-        engine=ClippingEngine(model, chunk=experiment.chunk) if clips_units(method) else None,
+        engine=site.make_engine(model, chunk=experiment.chunk) if clips_units(method) else None,
         data=site.data,
         noise=site.noise,
         account=account,

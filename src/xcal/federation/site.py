@@ -17,6 +17,7 @@ from xcal.config import Experiment
 from xcal.federation.files import write_bytes
 from xcal.privacy.ledger_rows import Head
 from xcal.privacy.noise import NoiseSource
+from xcal.training.clipping import ClippingEngine
 from xcal.training.local import LocalData, ReplayKey
 
 
@@ -29,6 +30,8 @@ class Site:
     data: LocalData
     noise: NoiseSource
     build_model: Callable[[], nn.Module]
+    # Who clips and sums. An audit puts its canaries in here; nothing else replaces it.
+    make_engine: Callable[..., ClippingEngine] = ClippingEngine
     expected_head: Head | None = None
     _digest: str | None = field(default=None, repr=False)
 

@@ -1,0 +1,1 @@
+"""Attacks on the project's own training: canaries, membership, gradient inversion."""

@@ -1,0 +1,151 @@
+"""One client, trained by the real rounds, with everything it lets out written down.
+
+The audited client stands alone: the server's view of a client does not depend on the others, and
+a model that is one client's alone is the easiest to attack.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from xcal.config import Experiment
+from xcal.errors import UserError
+from xcal.federation.rounds import RoundRequest, Weights, client_round
+from xcal.federation.site import Site
+from xcal.methods.registry import get_method
+from xcal.models.registry import build_network
+from xcal.privacy import ledger
+from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger_rows import Charge, Terms, charges_of, read_rows
+from xcal.privacy.noise import NoiseSource, SeededNoise
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import LocalData, StepRecord, trainable
+
+RUN = "audit"
+Observer = Callable[[nn.Module, Tensor], None]
+"""Called after every step with the model as it stood before it and the released sum, flat."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a lone client's training left behind."""
+
+    first: Tensor  # flat weights before the first round
+    rounds: tuple[Tensor, ...]  # and as sent to the server after each
+    trace: tuple[StepRecord, ...]
+    plan: Plan | None
+    charges: tuple[Charge, ...]
+    model: nn.Module  # with the final weights
+
+    @property
+    def final(self) -> Tensor:
+        return self.rounds[-1] if self.rounds else self.first
+
+
+def flat(weights: Weights) -> Tensor:
+    return torch.cat([value.detach().flatten() for value in weights.values()])
+
+
+def load_flat(model: nn.Module, values: Tensor) -> None:
+    """Put flat weights into a model's trainable parameters."""
+    parameters = trainable(model)
+    pieces = torch.split(values, [p.numel() for p in parameters.values()])
+    with torch.no_grad():
+        for parameter, piece in zip(parameters.values(), pieces, strict=True):
+            parameter.copy_(piece.view_as(parameter))
+
+
+@contextmanager
+def _home(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="xcal-audit-") as folder:
+        yield Path(folder)
+
+
+def train_alone(
+    experiment: Experiment,
+    data: LocalData,
+    classes: int,
+    *,
+    observe: Observer | None = None,
+    make_engine: Callable[..., ClippingEngine] = ClippingEngine,
+    noise: NoiseSource | None = None,
+    home: Path | None = None,
+    on_step: Callable[[int], None] | None = None,
+) -> Trained:
+    """Train all rounds of one client through `client_round`: real sampler, clipping, noise, filter.
+
+    The released sums are read off the weights: a step of plain SGD moves them by lr/B times it.
+    """
+    if observe is not None and experiment.optimizer != "sgd":
+        raise UserError(
+            "The audit reads releases off the weights, so it needs optimizer = 'sgd': any other"
+            " optimiser only processes the same releases further."
+        )
+    method = get_method(experiment.method)
+    plan = method.plan(experiment, data.units, experiment.rounds)
+    with _home(home) as folder:
+        path = folder / "ledger.sqlite"
+        terms = Terms(
+            population="audited client",
+            unit=experiment.unit,
+            epsilon=None if plan is None else plan.epsilon,
+            delta=None if plan is None else plan.delta,
+            simulated=True,
+        )
+        ledger.create(path, terms)
+        built: list[nn.Module] = []
+
+        def build() -> nn.Module:
+            built.append(build_network(experiment, classes))
+            return built[-1]
+
+        site = Site(
+            client="0",
+            home=folder,
+            data=data,
+            noise=noise or SeededNoise(experiment.seed),
+            build_model=build,
+            make_engine=make_engine,
+        )
+        watched = build_network(experiment, classes)
+        weights: Weights = {k: p.detach().clone() for k, p in trainable(watched).items()}
+        first = flat(weights)
+        before = first
+
+        def after_step(count: int) -> None:
+            nonlocal before
+            if on_step is not None:
+                on_step(count)
+            if observe is None:
+                return
+            now = flat({k: p for k, p in trainable(built[-1]).items()})
+            load_flat(watched, before)
+            observe(watched, (before - now) * (experiment.batch / experiment.lr))
+            before = now
+
+        sent: list[Tensor] = []
+        trace: list[StepRecord] = []
+        own = tuple(range(experiment.rounds))
+        for number in own:
+            before = flat(weights)
+            reply = client_round(
+                RoundRequest(RUN, number, own, experiment), weights, site, after_step
+            )
+            trace += reply.trace
+            if reply.weights is None:  # exhausted
+                break
+            weights = reply.weights
+            sent.append(flat(weights))
+        charges = charges_of(read_rows(path), RUN)
+    load_flat(watched, sent[-1] if sent else first)
+    return Trained(first, tuple(sent), tuple(trace), plan, tuple(charges), watched)

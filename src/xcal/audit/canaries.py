@@ -1,0 +1,175 @@
+"""Canaries: units made to be found, put into real training by a fair coin each.
+
+Two kinds. An *input* canary is a picture with a label it does not deserve: it goes through the
+network, the clipping and the signal like any other. A *gradient* canary has no picture: where it is
+drawn, a fixed direction of norm C is added to the sum of clipped gradients, the most that any unit
+can do. A canary whose coin said no stays a unit that is drawn and contributes zero: the neighbour
+of the guarantee, with the same declared number of units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from xcal.data.images import Images
+from xcal.data.sampling import poisson_draw
+from xcal.privacy.noise import NoiseKey, NoiseSource
+from xcal.training.clipping import ClippedSum, ClippingEngine
+from xcal.training.local import Batch, LocalData
+
+
+def toss_coins(count: int, seed: int) -> NDArray[np.bool_]:
+    """One fair coin a canary, independent of everything else in the run."""
+    return np.random.default_rng([seed, 0xC0117]).random(count) < 0.5
+
+
+class Directions:
+    """As many directions of norm 1 as canaries, orthogonal, each spread over random coordinates.
+
+    The coordinates of all trainable parameters are shuffled and dealt out evenly; a direction has
+    random signs on its own. So no canary disturbs another, and each touches every kind of layer.
+    """
+
+    def __init__(self, parameters: int, count: int, seed: int) -> None:
+        if count > parameters:
+            raise ValueError(f"{parameters} parameters hold no {count} orthogonal directions")
+        rng = np.random.default_rng([seed, 0xD14EC])
+        self.count, self.size, self._parameters = count, parameters // count, parameters
+        self._places = torch.from_numpy(rng.permutation(parameters)[: count * self.size])
+        signs = rng.integers(0, 2, count * self.size) * 2 - 1
+        self._values = torch.from_numpy(signs / np.sqrt(self.size)).float()
+
+    def sum_of(self, chosen: NDArray[np.int64]) -> Tensor:
+        """The sum of the chosen directions, flat."""
+        weights = torch.from_numpy(np.bincount(chosen, minlength=self.count)).float()
+        flat = torch.zeros(self._parameters)
+        flat[self._places] = weights.repeat_interleave(self.size) * self._values
+        return flat
+
+    def read(self, flat: Tensor) -> NDArray[np.float64]:
+        """The inner product of a vector with every direction."""
+        parts = flat[self._places].double() * self._values.double()
+        result: NDArray[np.float64] = parts.view(self.count, self.size).sum(1).numpy()
+        return result
+
+
+class _Tap:
+    """A noise source that remembers the uniforms of the last draw."""
+
+    def __init__(self, noise: NoiseSource) -> None:
+        self._noise, self.name = noise, noise.name
+        self.uniforms_seen: NDArray[np.float64] = np.zeros(0)
+
+    def uniforms(self, key: NoiseKey, count: int) -> NDArray[np.float64]:
+        values = self._noise.uniforms(key, count)
+        if key.block == "draw":
+            self.uniforms_seen = values
+        return values
+
+    def normals(self, key: NoiseKey, count: int) -> Tensor:
+        return self._noise.normals(key, count)
+
+    def scalar(self, key: NoiseKey) -> float:
+        return self._noise.scalar(key)
+
+
+class CanaryData(LocalData):
+    """A client's data whose last units are canaries. Drawing is the real one.
+
+    Drawn canaries that are not in contribute nothing. With `in_gradient` those that are in bring no
+    picture either: `drawn_in` tells the engine which directions to add.
+    """
+
+    def __init__(
+        self, images: Images, included: NDArray[np.bool_], *, in_gradient: bool, **options: Any
+    ) -> None:
+        super().__init__(images, unit="record", images_per_unit=1, **options)
+        self._included, self._in_gradient = included, in_gradient
+        self._first = len(images) - len(included)
+        self.drawn_in: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def draw(self, rate: float, noise: NoiseSource, key: NoiseKey) -> Batch:
+        tap = _Tap(noise)
+        batch = super().draw(rate, tap, key)
+        drawn = poisson_draw(tap.uniforms_seen, rate)
+        canary = drawn - self._first
+        inside = (canary >= 0) & self._included[np.maximum(canary, 0)]
+        self.drawn_in = canary[inside]
+        silent = canary >= 0 if self._in_gradient else (canary >= 0) & ~inside
+        return batch.without(torch.from_numpy(silent))
+
+
+class CanaryEngine(ClippingEngine):
+    """The real clipping engine, with the drawn gradient canaries added to its sum."""
+
+    def __init__(
+        self, model: nn.Module, *, data: CanaryData, directions: Directions, chunk: int = 256
+    ) -> None:
+        super().__init__(model, chunk=chunk)
+        self._data, self._directions = data, directions
+
+    def clipped_sum(self, *args: Any, clip: float, **options: Any) -> ClippedSum:
+        found = super().clipped_sum(*args, clip=clip, **options)
+        flat = self._directions.sum_of(self._data.drawn_in) * clip
+        pieces = torch.split(flat, [g.numel() for g in found.gradients.values()])
+        gradients = {
+            name: value + piece.view_as(value)
+            for (name, value), piece in zip(found.gradients.items(), pieces, strict=True)
+        }
+        return replace(found, gradients=gradients)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The units of an audited client: benign ones first, canaries last."""
+
+    images: Images
+    included: NDArray[np.bool_]
+
+    @property
+    def canaries(self) -> int:
+        return len(self.included)
+
+    def canary_images(self) -> Images:
+        total = len(self.images)
+        return self.images.take(np.arange(total - self.canaries, total))
+
+
+def plant(benign: Images, pictures: Images, included: NDArray[np.bool_]) -> Planted:
+    """Benign units and canaries as one record-level data set."""
+    both = Images(
+        pixels=np.concatenate([benign.pixels, pictures.pixels]),
+        labels=np.concatenate([benign.labels, pictures.labels]),
+        groups=np.arange(len(benign) + len(pictures), dtype=np.int64),
+        ids=np.concatenate([benign.ids, pictures.ids]),
+    )
+    return Planted(both, included)
+
+
+def blank_pictures(count: int, pixels: int) -> Images:
+    """Placeholders for gradient canaries, which have no picture."""
+    return _pictures(np.zeros((count, pixels, pixels, 3), np.uint8), np.zeros(count, np.int64))
+
+
+def mislabelled(source: Images, classes: int, seed: int) -> Images:
+    """Real pictures under another label than their own."""
+    shift = np.random.default_rng([seed, 0x1ABE1]).integers(1, classes, len(source))
+    return _pictures(np.asarray(source.pixels), (source.labels + shift) % classes)
+
+
+def random_pictures(count: int, pixels: int, classes: int, seed: int) -> Images:
+    """Pictures of independent random pixels under random labels."""
+    rng = np.random.default_rng([seed, 0x5A4D])
+    pictures = rng.integers(0, 256, (count, pixels, pixels, 3), dtype=np.uint8)
+    return _pictures(pictures, rng.integers(0, classes, count))
+
+
+def _pictures(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> Images:
+    ids = np.array([f"canary-{i}" for i in range(len(labels))])
+    return Images(pixels, labels, np.arange(len(labels), dtype=np.int64), ids)

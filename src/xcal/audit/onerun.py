@@ -1,0 +1,362 @@
+"""One-run audits of every method: canaries in, one training, a lower bound on ε out.
+
+Three who look: one sees every step's release (what the guarantee covers; more than the server
+gets), one the weights sent after each round (the honest-but-curious server), one only the last
+model. Beside each bound stands what could have been found at best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from scipy.special import logsumexp
+from scipy.stats import binom
+from torch import Tensor, nn
+
+from xcal.audit.alone import Trained, load_flat, train_alone
+from xcal.audit.bound import Found, find_epsilon, strongest_bound
+from xcal.audit.canaries import (
+    CanaryData,
+    CanaryEngine,
+    Directions,
+    Planted,
+    blank_pictures,
+    mislabelled,
+    plant,
+    random_pictures,
+    toss_coins,
+)
+from xcal.config import Experiment
+from xcal.data.images import Images
+from xcal.data.sampling import to_tensor
+from xcal.errors import UserError
+from xcal.models.registry import build_network
+from xcal.privacy.ledger_rows import Charge
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import trainable
+
+Scores = NDArray[np.float64]
+VIEWS = ("steps", "rounds", "final")
+IDEAL_AUDITS = 8  # simulated audits of the mechanism as charged
+SURPRISE = 1e-4  # right guesses rarer than this under what was charged are a finding
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One method, one kind of canary, one view."""
+
+    method: str
+    canary: str  # "gradient", "mislabelled" or "random"
+    view: str
+    canaries: int
+    units: int
+    steps: int
+    epsilon_claimed: float | None  # None: no guarantee, ε = ∞
+    delta: float
+    confidence: float
+    epsilon_found: float
+    guesses: int
+    correct: int
+    accuracy: float  # of guessing every canary
+    strongest: float  # ε found if every guess were right
+    expected: float | None  # mean ε found by an ideal auditor of what was charged
+    p_charged: float | None  # of as many right guesses under what was charged
+    noise_floor: float | None  # smallest deviation of a released sum over the one charged
+
+    @property
+    def broken(self) -> bool:
+        """Whether the run is refuted: by ε, by the mechanism charged, or by too little noise."""
+        if self.epsilon_claimed is None:
+            return False  # nothing was promised
+        return (
+            self.epsilon_found > self.epsilon_claimed
+            or (self.p_charged is not None and self.p_charged < SURPRISE)
+            or (self.noise_floor is not None and self.noise_floor < 0.95)
+        )
+
+
+def mixture_ratio(
+    z: Scores, *, steps: int, rate: float, deviation: float, shift: float | Scores = 1.0
+) -> Scores:
+    """log-likelihood ratio of "in" against "out" of a sum of `steps` releases.
+
+    Each step adds `shift` with probability `rate`; noise of the given deviation is on the sum.
+    """
+    times = np.arange(steps + 1)[:, None]
+    weight = binom.logpmf(times, steps, rate) if rate < 1 else np.where(times == steps, 0, -np.inf)
+    moved = times * np.broadcast_to(np.asarray(shift, dtype=np.float64), z.shape)[None]
+    result: Scores = logsumexp(weight + moved * (2 * z - moved) / (2 * deviation**2), axis=0)
+    return result
+
+
+def ideal_audits(
+    charges: Sequence[Charge], canaries: int, *, delta: float, confidence: float, seed: int
+) -> tuple[float, float]:
+    """An ideal auditor against exactly what was charged, simulated.
+
+    Returns the mean ε found, and the accuracy of guessing each canary by the sign of its likelihood
+    ratio (an upper confidence limit of it): no auditor of the charged mechanism is right more often.
+    """
+    rng = np.random.default_rng([seed, 0x1DEA1])
+    found, right = [], 0
+    for _ in range(IDEAL_AUDITS):
+        inside = rng.random(canaries) < 0.5
+        ratio = np.zeros(canaries)
+        for charge in charges:
+            z = charge.sigma * rng.standard_normal(canaries)
+            z += inside & (rng.random(canaries) < charge.rate)
+            # One step: the mixture has two terms.
+            exponent = (2 * z - 1) / (2 * charge.sigma**2)
+            with np.errstate(divide="ignore"):  # rate 1: log 0 is -inf, as it should be
+                ratio += np.logaddexp(np.log1p(-charge.rate), np.log(charge.rate) + exponent)
+        found.append(find_epsilon(ratio, inside, delta=delta, confidence=confidence).epsilon)
+        right += int(((ratio > 0) == inside).sum())
+    total = IDEAL_AUDITS * canaries
+    accuracy = right / total
+    spread = 3 * float(np.sqrt(accuracy * (1 - accuracy) / total))
+    return float(np.mean(found)), min(1.0, accuracy + spread)
+
+
+@dataclass
+class _GradientWatcher:
+    """Reads every canary's direction off every released sum."""
+
+    directions: Directions
+    clips: list[float]
+    readings: list[Scores] = field(default_factory=list)
+    deviations: list[float] = field(default_factory=list)
+
+    def __call__(self, before: nn.Module, released: Tensor) -> None:
+        clip = self.clips[-1]
+        self.readings.append(self.directions.read(released) / clip)
+        self.deviations.append(float(released.double().std()) / clip)
+
+
+@dataclass
+class _InputWatcher:
+    """How far each canary's own gradient reaches into every released sum."""
+
+    images: Tensor
+    labels: Tensor
+    readings: list[Scores] = field(default_factory=list)
+    norms: list[Scores] = field(default_factory=list)
+
+    def __call__(self, before: nn.Module, released: Tensor) -> None:
+        slope, norm = reach(before, self.images, self.labels, released)
+        self.readings.append(slope / np.maximum(norm, 1e-12))
+        self.norms.append(norm)
+
+
+def reach(
+    model: nn.Module, images: Tensor, labels: Tensor, direction: Tensor
+) -> tuple[Scores, Scores]:
+    """For every image the inner product of its loss's gradient with `direction`, and its norm."""
+    parameters = {k: p.detach() for k, p in trainable(model).items()}
+    pieces = torch.split(direction, [p.numel() for p in parameters.values()])
+    tangents = {
+        k: piece.view_as(p) for (k, p), piece in zip(parameters.items(), pieces, strict=True)
+    }
+
+    def losses(weights: dict[str, Tensor]) -> Tensor:
+        logits = torch.func.functional_call(model, weights, (images,))
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    with torch.no_grad():
+        _, slope = torch.func.jvp(losses, (parameters,), (tangents,))
+    norms = ClippingEngine(model).clipped_sum(images, labels, clip=1.0).norms
+    return slope.double().numpy(), norms.double().numpy()
+
+
+def image_losses(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
+    with torch.no_grad():
+        found = F.cross_entropy(model(images), labels, reduction="none")
+    result: Scores = found.double().numpy()
+    return result
+
+
+def audit_method(
+    experiment: Experiment,
+    benign: Images,
+    classes: int,
+    *,
+    canary: str,
+    canaries: int,
+    pictures: Images | None = None,
+    confidence: float = 0.95,
+    on_step: Callable[[int], None] | None = None,
+) -> list[Audit]:
+    """Audit the experiment's method with one kind of canary, in all three views."""
+    if experiment.unit != "record":
+        raise UserError("The audit plants images, so it needs unit = 'record'.")
+    included = toss_coins(canaries, experiment.seed)
+    planted = plant(
+        benign, _pictures(canary, canaries, benign, pictures, classes, experiment.seed), included
+    )
+    if canary == "gradient":
+        trained, views, floor = _with_gradients(experiment, planted, classes, on_step)
+    else:
+        trained, views, floor = _with_inputs(experiment, planted, classes, on_step)
+    claimed = None if trained.plan is None else trained.plan.epsilon
+    expected = accuracy = None
+    if trained.charges:
+        expected, accuracy = ideal_audits(
+            trained.charges,
+            canaries,
+            delta=experiment.delta,
+            confidence=confidence,
+            seed=experiment.seed,
+        )
+    audits = []
+    for view, scores in views.items():
+        found = find_epsilon(scores, included, delta=experiment.delta, confidence=confidence)
+        p = None
+        if view == "steps" and canary == "gradient" and accuracy is not None:
+            right = int(((scores > 0) == included).sum())
+            p = float(binom.sf(right - 1, canaries, accuracy))
+        audits.append(
+            _row(experiment, planted, trained, canary, view, found, claimed, confidence)
+            | {"expected": expected, "p_charged": p}
+            | {"noise_floor": floor if view == "steps" else None}
+        )
+    return [Audit(**a) for a in audits]
+
+
+def _row(
+    experiment: Experiment,
+    planted: Planted,
+    trained: Trained,
+    canary: str,
+    view: str,
+    found: Found,
+    claimed: float | None,
+    confidence: float,
+) -> dict[str, Any]:
+    delta = experiment.delta
+    return {
+        "method": experiment.method,
+        "canary": canary,
+        "view": view,
+        "canaries": planted.canaries,
+        "units": len(planted.images),
+        "steps": len(trained.trace),
+        "epsilon_claimed": claimed,
+        "delta": delta,
+        "confidence": confidence,
+        "epsilon_found": found.epsilon,
+        "guesses": found.guesses,
+        "correct": found.correct,
+        "accuracy": found.accuracy_all,
+        "strongest": strongest_bound(planted.canaries, delta=delta, confidence=confidence),
+    }
+
+
+def _pictures(
+    canary: str, count: int, benign: Images, given: Images | None, classes: int, seed: int
+) -> Images:
+    side = benign.pixels.shape[1]
+    if canary == "gradient":
+        return blank_pictures(count, side)
+    if canary == "random":
+        return random_pictures(count, side, classes, seed)
+    if canary == "mislabelled":
+        if given is None or len(given) < count:
+            raise UserError(f"{count} canaries need as many pictures that are not in training.")
+        return mislabelled(given.take(np.arange(count)), classes, seed)
+    raise UserError(f"Unknown canary {canary!r}: choose gradient, mislabelled or random.")
+
+
+def _with_gradients(
+    experiment: Experiment,
+    planted: Planted,
+    classes: int,
+    on_step: Callable[[int], None] | None,
+) -> tuple[Trained, dict[str, Scores], float | None]:
+    parameters = sum(
+        p.numel() for p in trainable(build_network(experiment, classes)).values()
+    )
+    if planted.canaries > parameters:
+        raise UserError(
+            f"{planted.canaries} gradient canaries do not fit into {parameters} parameters."
+        )
+    directions = Directions(parameters, planted.canaries, experiment.seed)
+    data = CanaryData(planted.images, planted.included, in_gradient=True)
+    clips: list[float] = []
+
+    class Engine(CanaryEngine):
+        def __init__(self, model: nn.Module, *, chunk: int = 256) -> None:
+            super().__init__(model, data=data, directions=directions, chunk=chunk)
+
+        def clipped_sum(self, *args: Any, clip: float, **options: Any) -> Any:
+            clips.append(clip)
+            return super().clipped_sum(*args, clip=clip, **options)
+
+    watcher = _GradientWatcher(directions, clips)
+    trained = train_alone(
+        experiment, data, classes, observe=watcher, make_engine=Engine, on_step=on_step
+    )
+    rate = experiment.batch / data.units
+    sigmas = [r.sigma for r in trained.trace]
+    floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
+    per_step = np.zeros(planted.canaries)
+    per_round = np.zeros(planted.canaries)
+    total = np.zeros(planted.canaries)
+    for number in range(experiment.rounds):
+        mine = [i for i, r in enumerate(trained.trace) if r.round == number]
+        if not mine:
+            continue
+        for i in mine:
+            per_step += mixture_ratio(
+                watcher.readings[i], steps=1, rate=rate, deviation=sigmas[i]
+            )
+        # The server reads the sum of a round's releases off two models.
+        summed = np.sum([watcher.readings[i] for i in mine], axis=0)
+        spread = float(np.sqrt(sum(sigmas[i] ** 2 for i in mine)))
+        per_round += mixture_ratio(summed, steps=len(mine), rate=rate, deviation=spread)
+        total += summed
+    return trained, {"steps": per_step, "rounds": per_round, "final": total}, floor
+
+
+def _with_inputs(
+    experiment: Experiment,
+    planted: Planted,
+    classes: int,
+    on_step: Callable[[int], None] | None,
+) -> tuple[Trained, dict[str, Scores], float | None]:
+    own = planted.canary_images()
+    images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
+    watcher = _InputWatcher(images, labels)
+    data = CanaryData(planted.images, planted.included, in_gradient=False)
+    trained = train_alone(experiment, data, classes, observe=watcher, on_step=on_step)
+    rate = experiment.batch / data.units
+    sigmas = [r.sigma for r in trained.trace]
+    per_step = np.zeros(planted.canaries)
+    for reading, norm, sigma in zip(watcher.readings, watcher.norms, sigmas, strict=True):
+        z = (reading - np.median(reading)) / experiment.clip  # others' gradients move all alike
+        shift = np.minimum(norm / experiment.clip, 1.0)
+        if sigma > 0:
+            per_step += mixture_ratio(z, steps=1, rate=rate, deviation=sigma, shift=shift)
+        else:
+            per_step += z
+    per_round = np.zeros(planted.canaries)
+    before, model = trained.first, trained.model
+    for after in trained.rounds:
+        load_flat(model, before)
+        slope, norm = reach(model, images, labels, before - after)
+        z = slope / np.maximum(norm, 1e-12)
+        per_round += z - np.median(z)
+        before = after
+    load_flat(model, trained.first)
+    start = image_losses(model, images, labels)
+    load_flat(model, trained.final)
+    views = {
+        "steps": per_step,
+        "rounds": per_round,
+        "final": start - image_losses(model, images, labels),
+    }
+    return trained, views, None
