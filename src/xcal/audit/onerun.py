@@ -277,9 +277,7 @@ def _with_gradients(
     classes: int,
     on_step: Callable[[int], None] | None,
 ) -> tuple[Trained, dict[str, Scores], float | None]:
-    parameters = sum(
-        p.numel() for p in trainable(build_network(experiment, classes)).values()
-    )
+    parameters = sum(p.numel() for p in trainable(build_network(experiment, classes)).values())
     if planted.canaries > parameters:
         raise UserError(
             f"{planted.canaries} gradient canaries do not fit into {parameters} parameters."
@@ -311,9 +309,7 @@ def _with_gradients(
         if not mine:
             continue
         for i in mine:
-            per_step += mixture_ratio(
-                watcher.readings[i], steps=1, rate=rate, deviation=sigmas[i]
-            )
+            per_step += mixture_ratio(watcher.readings[i], steps=1, rate=rate, deviation=sigmas[i])
         # The server reads the sum of a round's releases off two models.
         summed = np.sum([watcher.readings[i] for i in mine], axis=0)
         spread = float(np.sqrt(sum(sigmas[i] ** 2 for i in mine)))
