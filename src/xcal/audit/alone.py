@@ -7,7 +7,7 @@ a model that is one client's alone is the easiest to attack.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Trained:
         return self.rounds[-1] if self.rounds else self.first
 
 
-def flat(weights: Weights) -> Tensor:
+def flat(weights: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().flatten() for value in weights.values()])
 
 
@@ -128,7 +128,7 @@ def train_alone(
                 on_step(count)
             if observe is None:
                 return
-            now = flat({k: p for k, p in trainable(built[-1]).items()})
+            now = flat(trainable(built[-1]))
             load_flat(watched, before)
             observe(watched, (before - now) * (experiment.batch / experiment.lr))
             before = now

@@ -100,8 +100,8 @@ def ideal_audits(
 ) -> tuple[float, float]:
     """An ideal auditor against exactly what was charged, simulated.
 
-    Returns the mean ε found, and the accuracy of guessing each canary by the sign of its likelihood
-    ratio (an upper confidence limit of it): no auditor of the charged mechanism is right more often.
+    Returns the mean ε found, and the accuracy of guessing each canary by the sign of its
+    likelihood ratio (an upper confidence limit): no auditor of what was charged does better.
     """
     rng = np.random.default_rng([seed, 0x1DEA1])
     found, right = [], 0
@@ -168,7 +168,7 @@ def reach(
         return F.cross_entropy(logits, labels, reduction="none")
 
     with torch.no_grad():
-        _, slope = torch.func.jvp(losses, (parameters,), (tangents,))
+        slope = torch.func.jvp(losses, (parameters,), (tangents,))[1]
     norms = ClippingEngine(model).clipped_sum(images, labels, clip=1.0).norms
     return slope.double().numpy(), norms.double().numpy()
 
