@@ -1,0 +1,298 @@
+"""Gradient inversion: pictures from a client's update, as an honest-but-curious server sees it.
+
+The server knows the weights it sent, the network, the learning rate and the expected batch, so an
+update is a gradient to it. Two attacks search for pictures with that gradient: DLG (Zhu et al.
+2019), by its squared distance with L-BFGS, and the cosine attack (Geiping et al. 2020), by its
+angle with a total-variation prior and Adam on signs. Labels are read off the last layer where one
+picture was used (Zhao et al. 2020), and given to the attacker otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from xcal.audit.alone import load_flat, train_alone
+from xcal.audit.similarity import psnr, ssim
+from xcal.config import Experiment, make_experiment
+from xcal.data.images import Images
+from xcal.data.sampling import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.models.registry import build_network
+from xcal.training.local import LocalData, trainable
+
+_MEAN = torch.tensor(IMAGENET_MEAN, dtype=torch.float64).view(1, 3, 1, 1)
+_STD = torch.tensor(IMAGENET_STD, dtype=torch.float64).view(1, 3, 1, 1)
+SUCCESS_DB = 20.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How hard the attacker tries."""
+
+    dlg_steps: int = 300
+    cosine_steps: int = 600
+    cosine_rate: float = 0.1
+    total_variation: float = 1e-4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inverted:
+    """One attack on one client's update."""
+
+    setting: str  # "one step" or "whole round"
+    network: str
+    epsilon: float | None  # None: no privacy
+    attack: str
+    psnr: tuple[float, ...]  # one value a picture
+    ssim: tuple[float, ...]
+    originals: Tensor  # in [0, 1]
+    found: Tensor
+
+    @property
+    def recovered(self) -> float:
+        """The share of pictures at 20 dB or more."""
+        return float(np.mean(np.array(self.psnr) >= SUCCESS_DB))
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "setting": self.setting,
+            "network": self.network,
+            "epsilon": self.epsilon,
+            "attack": self.attack,
+            "psnr": [round(v, 2) for v in self.psnr],
+            "ssim": [round(v, 3) for v in self.ssim],
+            "median_psnr": round(float(np.median(self.psnr)), 2),
+            "median_ssim": round(float(np.median(self.ssim)), 3),
+            "recovered": self.recovered,
+        }
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """Network inputs back as values in [0, 1]."""
+    return (images.double() * _STD + _MEAN).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the server has: the weights it sent, and the gradient sum it reads off the answer."""
+
+    model: nn.Module  # float64, with the weights sent
+    gradient: tuple[Tensor, ...]
+    originals: Tensor
+    labels: Tensor
+
+
+def update_of(experiment: Experiment, images: Images, classes: int) -> Update:
+    """One real round of a client that holds just these images."""
+    data = LocalData(images, unit="record", images_per_unit=1)
+    trained = train_alone(experiment, data, classes)
+    model = build_network(experiment, classes).double()
+    load_flat(model, trained.first.double())
+    moved = (trained.first.double() - trained.final.double()) * (experiment.batch / experiment.lr)
+    parameters = list(trainable(model).values())
+    pieces = torch.split(moved, [p.numel() for p in parameters])
+    gradient = tuple(g.view_as(p) for g, p in zip(pieces, parameters, strict=True))
+    return Update(model, gradient, to_tensor(images.pixels), torch.from_numpy(images.labels))
+
+
+def read_label(update: Update) -> Tensor:
+    """The label of a single picture: the class whose logit the step raised."""
+    return update.gradient[-1].argmin().reshape(1)  # the head's bias comes last
+
+
+def _gradient_of(update: Update, guess: Tensor, labels: Tensor) -> Sequence[Tensor]:
+    """The gradient sum that the guessed pictures would have given."""
+    loss = F.cross_entropy(update.model(guess), labels, reduction="sum")
+    parameters = list(trainable(update.model).values())
+    return torch.autograd.grad(loss, parameters, create_graph=True)
+
+
+def _start(update: Update, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(update.originals.shape, generator=generator, dtype=torch.float64)
+    return (0.5 * noise).requires_grad_()
+
+
+def dlg(update: Update, labels: Tensor, settings: Settings) -> Tensor:
+    """Deep leakage from gradients: the squared distance, by L-BFGS."""
+    guess = _start(update, settings.seed)
+    scale = sum(float(g.square().sum()) for g in update.gradient) or 1.0
+    optimiser = torch.optim.LBFGS(
+        [guess],
+        max_iter=settings.dlg_steps,
+        max_eval=2 * settings.dlg_steps,
+        history_size=100,
+        tolerance_grad=1e-14,
+        tolerance_change=1e-18,
+        line_search_fn="strong_wolfe",
+    )
+
+    def distance() -> float:
+        total = guess.new_zeros(())
+        for mine, seen in zip(_gradient_of(update, guess, labels), update.gradient, strict=True):
+            total = total + (mine - seen).square().sum()
+        total = 1000 * total / scale
+        (guess.grad,) = torch.autograd.grad(total, guess)
+        return float(total.detach())
+
+    optimiser.step(distance)
+    return guess.detach()
+
+
+def cosine(update: Update, labels: Tensor, settings: Settings) -> Tensor:
+    """The angle between gradients with a total-variation prior, by Adam on signs."""
+    guess = _start(update, settings.seed)
+    optimiser = torch.optim.Adam([guess], lr=settings.cosine_rate)
+    marks = [int(settings.cosine_steps * share) for share in (3 / 8, 5 / 8, 7 / 8)]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, marks, gamma=0.1)
+    low, high = ((0 - _MEAN) / _STD), ((1 - _MEAN) / _STD)
+    length = math.sqrt(sum(float(g.square().sum()) for g in update.gradient)) or 1.0
+    best, best_value = guess.detach().clone(), math.inf
+    for _ in range(settings.cosine_steps):
+        inner = square = guess.new_zeros(())
+        for mine, seen in zip(_gradient_of(update, guess, labels), update.gradient, strict=True):
+            inner = inner + (mine * seen).sum()
+            square = square + mine.square().sum()
+        rough = (guess.diff(dim=2).abs().mean() + guess.diff(dim=3).abs().mean()) / 2
+        value = 1 - inner / (length * square.sqrt()) + settings.total_variation * rough
+        (slope,) = torch.autograd.grad(value, guess)
+        if float(value.detach()) < best_value:
+            best, best_value = guess.detach().clone(), float(value.detach())
+        guess.grad = slope.sign()
+        optimiser.step()
+        schedule.step()
+        with torch.no_grad():
+            guess.copy_(torch.minimum(torch.maximum(guess, low), high))
+    return best
+
+
+ATTACKS: dict[str, Callable[[Update, Tensor, Settings], Tensor]] = {"dlg": dlg, "cosine": cosine}
+
+
+def matched(originals: Tensor, found: Tensor) -> Tensor:
+    """Found pictures in the originals' order: the assignment with the least squared error."""
+    cost = (originals[:, None] - found[None]).square().flatten(2).mean(2)
+    _, order = linear_sum_assignment(cost.numpy())
+    return found[torch.from_numpy(order)]
+
+
+def relit(originals: Tensor, found: Tensor) -> Tensor:
+    """Found pictures with the originals' mean and deviation in every channel.
+
+    For a network that standardises its input, whose gradient holds neither. It flatters the attack.
+    """
+    axes = (2, 3)
+    centred = found - found.mean(axes, keepdim=True)
+    spread = found.std(axes, keepdim=True).clamp_min(1e-6)
+    wanted = originals.std(axes, keepdim=True)
+    return (centred / spread * wanted + originals.mean(axes, keepdim=True)).clamp(0, 1)
+
+
+def invert(
+    update: Update,
+    *,
+    attack: str,
+    setting: str,
+    network: str,
+    epsilon: float | None,
+    settings: Settings,
+    standardised: bool = False,
+) -> Inverted:
+    """Run one attack and measure what it found."""
+    labels = read_label(update) if len(update.labels) == 1 else update.labels
+    raw = ATTACKS[attack](update, labels, settings)
+    originals = to_pixels(update.originals)
+    if standardised:
+        found = relit(originals, raw.double())
+    else:
+        found = to_pixels(raw)
+    found = matched(originals, found)
+    return Inverted(
+        setting,
+        network,
+        epsilon,
+        attack,
+        tuple(psnr(originals, found).tolist()),
+        tuple(ssim(originals, found).tolist()),
+        originals.float(),
+        found.float(),
+    )
+
+
+def joined(parts: Sequence[Inverted]) -> Inverted:
+    """Attacks on several clients' updates as one result."""
+    first = parts[0]
+    return Inverted(
+        first.setting,
+        first.network,
+        first.epsilon,
+        first.attack,
+        tuple(v for p in parts for v in p.psnr),
+        tuple(v for p in parts for v in p.ssim),
+        torch.cat([p.originals for p in parts]),
+        torch.cat([p.found for p in parts]),
+    )
+
+
+def experiment_for(
+    base: Experiment, *, network: str, epsilon: float | None, batch: int
+) -> Experiment:
+    """One round of the base experiment: plain, or under static noise at ε."""
+    keys = base.model_dump()
+    keys |= {"network": network, "rounds": 1, "clients": 1, "local_epochs": 1, "batch": batch}
+    keys |= {"method": "fl" if epsilon is None else "fl-dp"}
+    keys |= {"optimizer": "sgd"} | ({} if epsilon is None else {"epsilon": epsilon})
+    return make_experiment(keys, "the audit")
+
+
+def invert_all(
+    base: Experiment,
+    images: Images,
+    classes: int,
+    *,
+    network: str,
+    epsilons: Sequence[float | None],
+    attacks: Sequence[str] = ("dlg", "cosine"),
+    round_images: int = 4,
+    settings: Settings | None = None,
+    on_attack: Callable[[int], None] | None = None,
+) -> list[Inverted]:
+    """Every attack on single steps of one picture and on a whole round, plain and at each ε."""
+    settings = settings or Settings()
+    standardised = network == "small"
+    results = []
+    for epsilon in epsilons:
+        one = experiment_for(base, network=network, epsilon=epsilon, batch=1)
+        whole = experiment_for(
+            base, network=network, epsilon=epsilon, batch=max(1, round_images // 2)
+        )
+        singles = [update_of(one, images.take(np.array([i])), classes) for i in range(len(images))]
+        together = update_of(whole, images.take(np.arange(round_images)), classes)
+        for attack in attacks:
+            attacked = partial(
+                invert,
+                attack=attack,
+                network=network,
+                epsilon=epsilon,
+                settings=settings,
+                standardised=standardised,
+            )
+            parts = []
+            for update in singles:
+                parts.append(attacked(update, setting="one step"))
+                if on_attack is not None:
+                    on_attack(1)
+            results.append(joined(parts))
+            results.append(attacked(together, setting="whole round"))
+            if on_attack is not None:
+                on_attack(1)
+    return results
