@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcal.errors import UserError
+from xcal.presets import PRESETS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1)]
@@ -23,6 +24,9 @@ class Experiment(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
+    preset: str | None = Field(
+        None, description="a layer of defaults beneath the other keys, by name"
+    )
     # what is trained, on what
     method: str = Field("xcal", description="a method's name, or package.module:name")
     data: str = Field("smear", description="a data set's name, or package.module:name")
@@ -35,7 +39,9 @@ class Experiment(BaseModel):
         "group", description="group norm from scratch, or frozen published batch norm"
     )
     output_stride: Literal[16, 32] = Field(32, description="16 makes the last stage's map finer")
-    train: str = Field("all", description="what trains: all, head, head+norm or last:k stages")
+    train: str = Field(
+        "all", description="what trains: all, head, head+norm, head+norm:k or last:k stages"
+    )
     train_norm: bool = Field(False, description="whether a frozen norm's scale and shift train")
     weights: str | None = Field(None, description="published weights, .safetensors or .pth")
     # the federation
@@ -81,6 +87,15 @@ class Experiment(BaseModel):
     clip: Positive = Field(1.0, description="clipping norm C; in dp-fedavg S, of a client's update")
     optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")
+    views: Whole = Field(
+        1, description="views of an image whose mean gradient is clipped; the plain one is first"
+    )
+    augment: Literal["turns", "shifts"] = Field(
+        "turns", description="what views are: turned and mirrored, or mirrored and moved a little"
+    )
+    average_steps: Share = Field(
+        0.0, description="share of a round's last steps whose weights are averaged into the answer"
+    )
     # the signal
     q: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="share of cells masked")
     alpha: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the logit change")
@@ -156,6 +171,10 @@ class Experiment(BaseModel):
         0, description="torch threads; 0 takes all cores"
     )
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
+    keep_mb: Annotated[int, Field(ge=0)] = Field(
+        512,
+        description="memory a client may use to keep what a frozen beginning makes of its images",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where tensors live")
 
     @property
@@ -177,11 +196,28 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
+    """The values on top of the layer of defaults that their `preset` names, if any."""
+    name = values.get("preset")
+    if name is None:
+        return dict(values)
+    if not isinstance(name, str) or name not in PRESETS:
+        raise UserError(
+            f"Unknown preset {name!r} in {where}.{nearest(str(name), tuple(PRESETS))}"
+            f" Known: {', '.join(PRESETS)}."
+        )
+    return {**PRESETS[name](values), **values}
+
+
 def make_experiment(values: Mapping[str, Any], where: str = "the experiment") -> Experiment:
-    """Check values into an Experiment; the first problem becomes one sentence."""
+    """Check values into an Experiment; the first problem becomes one sentence.
+
+    A preset is a layer beneath the values given here, and is resolved into plain keys.
+    """
     for key in values:
         if key not in KEYS:
             raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), KEYS)}")
+    values = with_preset(values, where)
     try:
         return Experiment(**values)
     except ValidationError as error:
@@ -206,6 +242,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
+
+
+def read_pinned(path: Path) -> Experiment:
+    """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
+    unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
+    return make_experiment({**unset, **read_toml(path)}, str(path))
 
 
 def parse_set(text: str) -> tuple[str, Any]:

@@ -11,9 +11,12 @@ import pytest
 
 import xcal
 from support import ROOT, xcal_process
-from xcal.config import read_toml
+from xcal.config import load_experiment, read_toml
+from xcal.federation.local import unused_keys
+from xcal.methods.registry import get_method, plan_for
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PAPER = sorted((ROOT / "examples" / "paper").glob("*.toml"))
 
 
 def test_there_are_examples() -> None:
@@ -36,6 +39,24 @@ def test_an_example_trains(path: Path, tmp_path: Path) -> None:
     keys.pop("participants", None)
     result = xcal.run(tmp_path / "run", **keys)
     assert result["method"] == keys["method"]
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda p: p.stem)
+def test_an_example_of_the_paper_is_accepted(path: Path) -> None:
+    """Each says which table or figure it is of, lies on the published settings, and can be paid."""
+    text = path.read_text()
+    assert re.match(r"# (Table|Figure|Appendix (table|figure)) \"", text), "which one is it?"
+    made, given = load_experiment(path)
+    assert made.preset == "paper"
+    assert (made.batch, made.lr, made.delta) == (32, 1e-3, 1e-5)
+    assert not unused_keys(get_method(made.method), sorted(given))
+    assert plan_for(made, made.units_per_client or 1000).epsilon == made.epsilon
+
+
+def test_every_example_of_the_paper_is_in_its_list() -> None:
+    listed = (ROOT / "examples" / "paper" / "README.md").read_text()
+    linked = set(re.findall(r"\(([a-z0-9-]+\.toml)\)", listed))
+    assert linked == {path.name for path in PAPER}
 
 
 def test_the_readme_shows_a_plan_that_the_command_prints() -> None:

@@ -155,6 +155,9 @@ def batch_score(parts: Components, alpha: float, beta: float, gamma: float) -> f
     return float(_score(drop, margin, concentration, alpha, beta, gamma))
 
 
+_AT_ONCE = 256
+
+
 def image_components(
     model: nn.Module,
     images: Tensor,
@@ -182,7 +185,15 @@ def image_components(
         maps = torch.where(_all_finite(images)[:, None, None], maps, math.nan)
         cells = top_cells(maps, settings.q, positive_only=settings.positive_only)
         with undisturbed(model):
-            masked_logits = model(mask_images(images, cells, settings.fill))
+            # In slices: a large batch of covered images need not fit into memory at once.
+            masked_logits = torch.cat(
+                [
+                    model(mask_images(some, where, settings.fill))
+                    for some, where in zip(
+                        torch.split(images, _AT_ONCE), torch.split(cells, _AT_ONCE), strict=True
+                    )
+                ]
+            )
         return components(logits, maps, cells, masked_logits)
 
 

@@ -167,9 +167,11 @@ def _own_limits(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list
 
 def _making(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    preset = [] if experiment.preset is None else [f"Settings: preset {experiment.preset}"]
     return [
         *_bullets(
             [
+                *preset,
                 f"Command: `{result['command']}`",
                 f"Commit: {result['commit'] or 'not from a checkout'}",
                 f"Versions: {versions}",

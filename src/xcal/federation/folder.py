@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xcal.config import Experiment, make_experiment, read_toml, to_toml
+from xcal.config import Experiment, read_pinned, to_toml
 from xcal.errors import UserError
 from xcal.federation.files import read_json, read_tensors, write_bytes, write_json, write_tensors
 
@@ -120,7 +120,7 @@ class RunFolder:
             raise UserError(
                 f"{path} was changed since the run began: restore it, or start a new run with it."
             )
-        return make_experiment(read_toml(path), str(path))
+        return read_pinned(path)
 
     def client_home(self, client: str) -> Path:
         return self.path / "clients" / client

@@ -233,6 +233,8 @@ def _make_sites(folder: RunFolder, federation: Federation, heads: dict[str, Head
                     images_per_unit=experiment.images_per_unit,
                     brightness=shard.brightness,
                     device=experiment.device,
+                    views=experiment.views,
+                    augment=experiment.augment,
                 ),
                 noise=_noise(experiment),
                 build_model=lambda: build_network(experiment, len(federation.data.classes)).to(
@@ -295,6 +297,7 @@ def _write_preamble(folder: RunFolder, federation: Federation) -> None:
             group_cap=experiment.group_cap,
             server_plan=federation.server_plan,
             epsilon_nominal=nominal_epsilon(federation.method, experiment),
+            preset=experiment.preset,
         )
     )
     write_json(folder.path / "statement.json", statement)

@@ -20,6 +20,7 @@ from xcal.federation.files import read_tensors, write_tensors
 from xcal.federation.site import Pace, Site
 from xcal.methods.base import Method, clips_units, save_state
 from xcal.methods.registry import method_of
+from xcal.models.split import split_frozen
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
@@ -28,6 +29,7 @@ from xcal.privacy.ledger_rows import RunTerms
 from xcal.training.local import (
     Bench,
     Optimiser,
+    StepAverage,
     StepRecord,
     digest_tensors,
     trainable,
@@ -186,13 +188,16 @@ def _train(
     load_weights(model, weights)
     optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
+    tail = StepAverage(model, steps, experiment.average_steps)
+    split = split_frozen(model)
+    kept = site.data.keep_activations(split, experiment.keep_mb)
     state = method.load_state(previous["state"] if previous else None)
     state = method.begin_round(state)
     trace: list[StepRecord] = []
     first = 0
     saved = read_tensors(site.folder(request.run) / "progress.safetensors")
     if saved is not None and saved[1]["request"] == digest:
-        first, state, trace = _take_up(saved, method, model, optimiser)
+        first, state, trace = _take_up(saved, method, model, optimiser, tail)
     if account is not None:
         account.rewind(request.round, first)
 
@@ -212,6 +217,8 @@ def _train(
         replay=site.replay_key(experiment),
         validation_losses=request.validation_losses,
         own_rounds=len(request.own_rounds),
+        split=split if kept else None,
+        chunk=experiment.chunk,
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -228,14 +235,15 @@ def _train(
             halted = True
             break
         trace.append(record)
+        tail.add(step)
         on_step(1)
         if pace.due():
-            _save_progress(site, request, digest, model, optimiser, state, trace)
+            _save_progress(site, request, digest, model, optimiser, tail, state, trace)
             pace.done()
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
-    reply = RoundReply(report, _weights_of(model) if trace else None, tuple(trace))
+    reply = RoundReply(report, tail.weights() if trace else None, tuple(trace))
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
@@ -251,11 +259,13 @@ def _save_progress(
     digest: str,
     model: nn.Module,
     optimiser: Optimiser,
+    tail: StepAverage,
     state: Any,
     trace: Sequence[StepRecord],
 ) -> None:
     tensors = {f"model/{k}": v for k, v in _weights_of(model).items()}
     tensors |= {f"optimiser/{k}": v for k, v in optimiser.state().items()}
+    tensors |= {f"tail/{k}": v for k, v in tail.state().items()}
     about = {
         "request": digest,
         "state": save_state(state),
@@ -265,16 +275,20 @@ def _save_progress(
 
 
 def _take_up(
-    saved: tuple[Weights, dict[str, Any]], method: Method, model: nn.Module, optimiser: Optimiser
+    saved: tuple[Weights, dict[str, Any]],
+    method: Method,
+    model: nn.Module,
+    optimiser: Optimiser,
+    tail: StepAverage,
 ) -> tuple[int, Any, list[StepRecord]]:
     tensors, about = saved
-    load_weights(
-        model,
-        {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")},
-    )
-    optimiser.load(
-        {k.removeprefix("optimiser/"): v for k, v in tensors.items() if k.startswith("optimiser/")}
-    )
+
+    def part(kind: str) -> Weights:
+        return {k.removeprefix(kind): v for k, v in tensors.items() if k.startswith(kind)}
+
+    load_weights(model, part("model/"))
+    optimiser.load(part("optimiser/"))
+    tail.load(part("tail/"))
     trace = [StepRecord(**r) for r in about["trace"]]
     return len(trace), method.load_state(about["state"]), trace
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
+from xcal.data.augment import check_views
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable, cap_groups
@@ -103,6 +104,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     `new`: the run has not begun, so homes given by path are asked whether they would admit it.
     """
     method = method_of(experiment)
+    check_views(experiment.views, experiment.augment)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
     # Drawn images need not be drawn to be left out.

@@ -20,9 +20,9 @@ COMMON_KEYS = frozenset(
     " participants rounds local_epochs average partition concentration units_per_client"
     " keep_groups unit images_per_unit group_cap noise batch lr optimizer momentum"
     " validation_images road_images road_every road_test_images seed threads device aggregation"
-    " trim".split()
+    " trim views augment average_steps chunk keep_mb preset".split()
 )
-PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "chunk", "homes"})
+PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
 
 

@@ -154,6 +154,10 @@ class EfficientNetB0(nn.Module):
         """What `trainable = last:k` counts, from the images to the head."""
         return [[stage] for stage in self.features]
 
+    def segments(self) -> list[nn.Module]:
+        """Modules that, one after the other, are the network."""
+        return [*self.features, nn.Sequential(self.avgpool, nn.Flatten(1)), self.classifier]
+
 
 def efficientnet_b0(
     classes: int,

@@ -126,28 +126,33 @@ def choose_trainable(
 ) -> None:
     """Set what trains; everything else is frozen, costs no per-sample work and gets no noise.
 
-    `all`, `head`, `head+norm` (the head and every normalisation's scale and shift), or `last:k`:
-    the head and the last k stages. Scale and shift of frozen batch norms train only by
-    `train_norm_affine` or `head+norm`.
+    `all`, `head`, `head+norm` (the head and every normalisation's scale and shift),
+    `head+norm:k` (the same in the last k stages only), or `last:k`: the head and the last k
+    stages. Scale and shift of frozen batch norms train only by `train_norm_affine` or `head+norm`.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     chosen: list[nn.Module] = [head]
+    normalised: list[nn.Module] = []
     if trainable == "all":
         chosen.append(model)
     elif trainable.startswith("last:"):
         chosen.extend(module for stage in _last(stages, trainable) for module in stage)
-    elif trainable not in ("head", "head+norm"):
+    elif trainable.startswith("head+norm:"):
+        normalised.extend(module for stage in _last(stages, trainable) for module in stage)
+    elif trainable == "head+norm":
+        normalised.append(model)
+    elif trainable != "head":
         raise UserError(
-            f"trainable is {trainable!r}: choose 'all', 'head', 'head+norm' or 'last:k' with k "
-            f"from 1 to {len(stages)}"
+            f"trainable is {trainable!r}: choose 'all', 'head', 'head+norm', 'head+norm:k' or"
+            f" 'last:k' with k from 1 to {len(stages)}"
         )
     for part in chosen:
         for module in part.modules():
             if train_norm_affine or not isinstance(module, nn.BatchNorm2d):
                 _train(module)
-    if trainable == "head+norm":
-        for module in model.modules():
+    for part in normalised:
+        for module in part.modules():
             if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
                 _train(module)
 
@@ -158,10 +163,10 @@ def _train(module: nn.Module) -> None:
 
 
 def _last(stages: Sequence[Sequence[nn.Module]], trainable: str) -> Sequence[Sequence[nn.Module]]:
-    text = trainable.removeprefix("last:")
+    kind, _, text = trainable.partition(":")
     count = int(text) if text.isdecimal() else 0
     if not 1 <= count <= len(stages):
         raise UserError(
-            f"trainable is {trainable!r}: this network has stages last:1 to last:{len(stages)}"
+            f"trainable is {trainable!r}: this network has stages {kind}:1 to {kind}:{len(stages)}"
         )
     return stages[-count:]

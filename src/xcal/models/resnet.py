@@ -83,6 +83,12 @@ class ResNet18(nn.Module):
         stem: list[nn.Module] = [self.conv1, self.bn1]
         return [stem, [self.layer1], [self.layer2], [self.layer3], [self.layer4]]
 
+    def segments(self) -> list[nn.Module]:
+        """Modules that, one after the other, are the network."""
+        stem = nn.Sequential(self.conv1, self.bn1, nn.ReLU(), self.maxpool)
+        pool = nn.Sequential(self.avgpool, nn.Flatten(1))
+        return [stem, self.layer1, self.layer2, self.layer3, self.layer4, pool, self.fc]
+
 
 def _stage(
     inputs: int, outputs: int, stride: int, dilations: tuple[int, int], norm: _NormMaker

@@ -48,6 +48,7 @@ class Situation:
     group_cap: int | None = None  # declared and enforced, for record-level runs
     epsilon_nominal: float | None = None
     server_plan: Plan | None = None  # a trusted server's, whose unit is the client
+    preset: str | None = None  # whose settings lie beneath the experiment's own
 
 
 CENTRAL_RELATION = (
@@ -205,6 +206,7 @@ def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
         "unit": plan.unit,
         "neighbouring_relation": CENTRAL_RELATION,
         "epsilon_nominal": situation.epsilon_nominal,
+        "preset": situation.preset,
         "clients": [],
         "server": _line("server", plan),
         "persons": [],
@@ -231,6 +233,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         "unit": situation.unit if private else None,
         "neighbouring_relation": RELATION if private else None,
         "epsilon_nominal": situation.epsilon_nominal,
+        "preset": situation.preset,
         "clients": [_line(client, plan) for client, plan in situation.plans.items()],
         "server": None,
         "persons": person_guarantees(situation),
@@ -281,6 +284,13 @@ def statement_text(statement: dict[str, Any]) -> str:
             ("accounting", "Accounting: "),
         ):
             lines.append(_paragraph(f"{title}{statement[key]}."))
+    if statement.get("preset"):
+        lines.append(
+            _paragraph(
+                f"Settings: preset {statement['preset']} beneath the experiment's own keys; how it"
+                " was chosen is told in docs/recipes.md."
+            )
+        )
     lines += [_paragraph(f"The server sees {statement['server_sees']}."), ""]
     lines += _listed("Assumed:", statement["assumptions"])
     lines += _listed("Not protected:", statement["not_protected"])

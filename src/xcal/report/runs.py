@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from xcal.config import Experiment, make_experiment, read_toml
+from xcal.config import Experiment, read_pinned
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.errors import UserError
@@ -36,7 +36,7 @@ def load_run(folder: Path) -> LoadedRun:
     RunFolder.find(folder)  # refuses what is no run
     # Not the folder's own `experiment`, which is for going on: it refuses a run of a version that
     # knew fewer keys. To read a model, the keys that are there are enough.
-    experiment = make_experiment(read_toml(folder / "experiment.toml"), str(folder))
+    experiment = read_pinned(folder / "experiment.toml")
     path = folder / "model.safetensors"
     found = read_tensors(path)
     if found is None:

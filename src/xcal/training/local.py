@@ -4,37 +4,67 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcal.data.augment import VIEWS, Augment, check_views, choose_views
 from xcal.data.images import Images
-from xcal.data.sampling import UnitTable, images_of, poisson_draw, to_tensor
+from xcal.data.sampling import UnitTable, images_of, poisson_draw
+from xcal.models.split import Split
 from xcal.privacy.account import Account
 from xcal.privacy.noise import NoiseKey, NoiseSource
 from xcal.training.clipping import ClippingEngine
+from xcal.training.inputs import Inputs, Rows
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One Poisson draw. `units[i]` is the drawn unit that image i belongs to."""
+    """One Poisson draw. `units[i]` is the drawn unit that row i belongs to.
 
-    images: Tensor
+    A row is an image, or one of several views of it; the signal is taken from `plain` ones only.
+    """
+
+    inputs: Tensor | Rows  # as images, or to be made when needed
     labels: Tensor
     units: Tensor
     n_units: int
+    plain: Tensor | None = None  # which rows are unchanged images; None: all
+
+    @property
+    def images(self) -> Tensor:
+        """Every row as an image."""
+        return self.inputs.pictures() if isinstance(self.inputs, Rows) else self.inputs
+
+    def pictures(self, rows: Tensor) -> Tensor:
+        """The marked rows as images."""
+        if isinstance(self.inputs, Rows):
+            return self.inputs.take(rows).pictures()
+        return self.inputs[rows]
+
+    def only(self, rows: Tensor) -> Batch:
+        """The marked rows. The units keep their numbers."""
+        inputs = self.inputs
+        return Batch(
+            inputs.take(rows) if isinstance(inputs, Rows) else inputs[rows],
+            self.labels[rows],
+            self.units[rows],
+            self.n_units,
+            None if self.plain is None else self.plain[rows],
+        )
 
     def without(self, bad: Tensor) -> Batch:
         """The same draw, with the images of the units marked in `bad` taken out.
 
         The units keep their numbers: they are drawn, and contribute nothing.
         """
-        keep = ~bad[self.units]
-        return Batch(self.images[keep], self.labels[keep], self.units[keep], self.n_units)
+        return self.only(~bad[self.units])
 
 
 class LocalData:
@@ -52,13 +82,28 @@ class LocalData:
         images_per_unit: int,
         brightness: float = 1.0,
         device: str = "cpu",
+        views: int = 1,
+        augment: Augment = "turns",
     ) -> None:
+        check_views(views, augment)
         self.unit = unit
         self._images = images
         self._table = UnitTable.of("group" if unit == "group" else "record", images.groups)
         self._images_per_unit = images_per_unit
         self._brightness = brightness
         self._device = device
+        self._augment = augment
+        self._views = views
+        self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device)
+        self._kept = False
+
+    def keep_activations(self, split: Split | None, megabytes: int) -> bool:
+        """Whether draws come with what the network's frozen beginning makes of their images.
+
+        It is computed once for each image and kept, where all of it fits into `megabytes`.
+        """
+        self._kept = self.inputs.keep(split, self._views, megabytes)
+        return self._kept
 
     @property
     def units(self) -> int:
@@ -72,11 +117,21 @@ class LocalData:
             views = NoiseKey(key.client, key.method, key.round, key.step, "views")
             chosen = noise.uniforms(views, self._table.n_images)
         indices, unit_of = images_of(drawn, self._table, self._images_per_unit, chosen)
+        shown = np.zeros((len(indices), 1), dtype=np.int64)
+        if self._views > 1:
+            # Every image of the set has uniforms of its own: its views depend on nobody else's.
+            others = len(VIEWS[self._augment]) - 1
+            source = NoiseKey(key.client, key.method, key.round, key.step, "augment")
+            uniforms = noise.uniforms(source, self._table.n_images * others).reshape(-1, others)
+            shown = choose_views(uniforms[indices], self._views)
+        rows = Rows(self.inputs, np.repeat(indices, self._views), shown.reshape(-1), self._kept)
+        plain = None if self._views == 1 else torch.from_numpy(rows.views == 0).to(self._device)
         return Batch(
-            to_tensor(self._images.pixels[indices], self._brightness).to(self._device),
-            torch.from_numpy(self._images.labels[indices]).to(self._device),
-            torch.from_numpy(unit_of).to(self._device),
+            rows if self._kept or self._views > 1 else rows.pictures(),
+            torch.from_numpy(self._images.labels[rows.images]).to(self._device),
+            torch.from_numpy(np.repeat(unit_of, self._views)).to(self._device),
             len(drawn),
+            plain,
         )
 
     def digest(self) -> str:
@@ -84,7 +139,8 @@ class LocalData:
         state = hashlib.sha256()
         for array in (self._images.pixels, self._images.labels, self._images.groups):
             state.update(np.ascontiguousarray(array).tobytes())
-        state.update(repr((self._brightness, self._images_per_unit, self.units)).encode())
+        settings = self._brightness, self._images_per_unit, self.units, self._views, self._augment
+        state.update(repr(settings).encode())
         return state.hexdigest()
 
 
@@ -139,6 +195,47 @@ class Optimiser:
             self._optimiser.state[self._params[name]][key] = value.clone()
 
 
+class StepAverage:
+    """The mean of the weights that a round's last steps left: post-processing of releases."""
+
+    def __init__(self, model: nn.Module, steps: int, share: float) -> None:
+        self._params = trainable(model)
+        self._first = steps - math.ceil(share * steps)
+        self._count = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, step: int) -> None:
+        """After a step, with the weights as it left them."""
+        if step < self._first:
+            return
+        self._count += 1
+        for name, value in self._params.items():
+            exact = value.detach().double()
+            self._sums[name] = self._sums[name].add_(exact) if name in self._sums else exact.clone()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The mean; before the first step that counts, the weights as they are."""
+        if not self._count:
+            return {name: value.detach().clone() for name, value in self._params.items()}
+        return {
+            name: (self._sums[name] / self._count).to(value.dtype)
+            for name, value in self._params.items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Named tensors, for a checkpoint; none where nothing was added."""
+        counted = {"/count": torch.tensor(self._count)} if self._count else {}
+        return {**self._sums, **counted}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._count = int(state.get("/count", 0))
+        self._sums = {
+            name: value.to(self._params[name].device, copy=True)
+            for name, value in state.items()
+            if name != "/count"
+        }
+
+
 @dataclass(frozen=True)
 class ReplayKey:
     """What tells a redone step from another one: all that stays the same, and a local secret."""
@@ -166,6 +263,14 @@ class Bench:
     replay: ReplayKey | None = None  # under seeded noise only
     validation_losses: tuple[float, ...] = ()  # public numbers that came with the request
     own_rounds: int = 1  # of this client, by the published schedule
+    split: Split | None = None  # where draws come with a frozen beginning's activations
+    chunk: int = 256  # rows that go through the network at once
+
+    @cached_property
+    def frozen(self) -> str:
+        """Digest of what no step of this round changes."""
+        fixed = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        return digest_tensors(fixed)
 
     @property
     def rate(self) -> float:
@@ -185,8 +290,8 @@ class Bench:
         """
         if self.replay is None:
             return None
-        weights = digest_tensors(self.model.state_dict().items())
-        text = repr((weights, self.replay.context, self.key(step, ""), settings))
+        learnt = digest_tensors([*trainable(self.model).items(), *self.model.named_buffers()])
+        text = repr((learnt, self.frozen, self.replay.context, self.key(step, ""), settings))
         # Keyed, since the chain of these digests travels: it must not confirm a guess at the data.
         return hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from xcal.privacy.ledger_rows import Release
 from xcal.privacy.noise import release_tensors
-from xcal.training.clipping import ClippedSum
+from xcal.training.clipping import ClippedSum, joined
+from xcal.training.inputs import Rows
 from xcal.training.local import Batch, Bench, StepRecord, trainable
 
 
@@ -16,31 +19,69 @@ def sgd_step(bench: Bench, step: int) -> StepRecord:
     """One step without privacy: the same Poisson draw and divisor B as the private ones."""
     batch = bench.draw(step)
     parameters = trainable(bench.model)
-    if len(batch.labels) == 0:
-        gradient = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    else:
-        losses = F.cross_entropy(bench.model(batch.images), batch.labels, reduction="none")
-        # A unit's loss is the mean over its images, as in the private step.
-        share = 1.0 / torch.bincount(batch.units, minlength=batch.n_units)[batch.units]
-        total = (losses * share).sum() / bench.batch
-        gradient = dict(
-            zip(parameters, torch.autograd.grad(total, list(parameters.values())), strict=True)
-        )
+    gradient = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    # A unit's loss is the mean over its images, as in the private step.
+    share = 1.0 / torch.bincount(batch.units, minlength=batch.n_units)[batch.units]
+    everyone = torch.arange(len(batch.labels), device=batch.labels.device)
+    for rows in torch.split(everyone, bench.chunk) if len(everyone) else ():
+        part = batch.only(rows)
+        forward, inputs = _forward(bench, part)
+        losses = F.cross_entropy(forward(inputs), part.labels, reduction="none")
+        total = (losses * share[rows]).sum() / bench.batch
+        slopes = torch.autograd.grad(total, list(parameters.values()))
+        gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
     bench.optimiser.step(gradient)
     return StepRecord(bench.round, step, 0.0, None, 0.0)
+
+
+def _forward(
+    bench: Bench, batch: Batch, capture: str | None = None
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """What gives the batch's logits, and its input: the network's rest where that is enough."""
+    rows, split = batch.inputs, bench.split
+    if split is None or not isinstance(rows, Rows) or not rows.through_beginning:
+        return bench.model, batch.images
+    if capture is not None and not split.passes(bench.model.get_submodule(capture)):
+        return bench.model, batch.images  # what is to be seen lies in the frozen beginning
+    return split.go_on, rows.activations()
 
 
 def clipped_sum(bench: Bench, batch: Batch, capture: str | None = None) -> ClippedSum:
     """The sum of the batch's clipped unit gradients; what is not finite contributes exactly 0."""
     assert bench.engine is not None
-    return bench.engine.clipped_sum(
-        batch.images,
-        batch.labels,
-        clip=bench.clip,
-        units=batch.units,
-        n_units=batch.n_units,
-        capture=capture,
-    )
+    parts = []
+    for first, last, part in _in_portions(bench, batch):
+        forward, inputs = _forward(bench, part, capture)
+        parts.append(
+            bench.engine.clipped_sum(
+                inputs,
+                part.labels,
+                clip=bench.clip,
+                units=part.units - first,
+                n_units=last - first,
+                capture=capture,
+                forward=forward,
+            )
+        )
+    return joined(parts)
+
+
+def _in_portions(bench: Bench, batch: Batch) -> Iterator[tuple[int, int, Batch]]:
+    """(first unit, unit after the last, their rows): whole units, about a chunk of rows at a time.
+
+    Only rows that are not there yet are worth it: the engine takes what is there in chunks itself.
+    """
+    if not isinstance(batch.inputs, Rows) or len(batch.inputs) <= bench.chunk:
+        yield 0, batch.n_units, batch
+        return
+    ends = torch.bincount(batch.units, minlength=batch.n_units).cumsum(0).tolist()
+    first, taken = 0, 0
+    for unit in range(batch.n_units):
+        is_last = unit + 1 == batch.n_units
+        if is_last or ends[unit + 1] - taken > bench.chunk:
+            rows = torch.arange(taken, ends[unit], device=batch.units.device)
+            yield first, unit + 1, batch.only(rows)
+            first, taken = unit + 1, ends[unit]
 
 
 def release_gradient(bench: Bench, step: int, sums: dict[str, Tensor], sigma: float) -> None:

@@ -203,9 +203,11 @@ def _forward(
     """Clipped sum, signal components and the images they belong to, from one training forward."""
     sums = clipped_sum(bench, batch, capture=str(bench.model.cam_layer))
     chosen = torch.from_numpy(entering).to(batch.units.device)[batch.units]
+    if batch.plain is not None:
+        chosen &= batch.plain  # the signal is that of the image as it is
     assert sums.features is not None
     parts = image_components(
-        bench.model, batch.images[chosen], sums.logits[chosen], sums.features[chosen], settings
+        bench.model, batch.pictures(chosen), sums.logits[chosen], sums.features[chosen], settings
     )
     return sums, parts, chosen
 

@@ -9,6 +9,6 @@ and, once the clipping factors are known, to form the weighted sum without a sec
 
 from __future__ import annotations
 
-from xcal.training.clipping.engine import ClippedSum, ClippingEngine
+from xcal.training.clipping.engine import ClippedSum, ClippingEngine, joined
 
-__all__ = ["ClippedSum", "ClippingEngine"]
+__all__ = ["ClippedSum", "ClippingEngine", "joined"]

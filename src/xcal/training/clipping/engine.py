@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,23 @@ class ClippedSum:
     """Per unit, true where something was not finite: the unit contributed exactly 0."""
 
 
+def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
+    """The sum of one batch that was given in parts, each of whole units, in the units' order."""
+    if len(parts) == 1:
+        return parts[0]
+    total = dict(parts[0].gradients)
+    for part in parts[1:]:
+        total = {name: value + part.gradients[name] for name, value in total.items()}
+    shown = [part.features for part in parts if part.features is not None]
+    return ClippedSum(
+        total,
+        torch.cat([part.logits for part in parts]),
+        torch.cat(shown) if shown else None,
+        torch.cat([part.norms for part in parts]),
+        torch.cat([part.dropped for part in parts]),
+    )
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Images with their labels and the weight of each one's loss within its unit."""
@@ -49,10 +66,15 @@ class _Batch:
     labels: Tensor
     weights: Tensor
     units: Units
+    forward: Callable[[Tensor], Tensor] | None = None
 
     def take(self, image_ids: Tensor, units: Units) -> _Batch:
         return _Batch(
-            self.images[image_ids], self.labels[image_ids], self.weights[image_ids], units
+            self.images[image_ids],
+            self.labels[image_ids],
+            self.weights[image_ids],
+            units,
+            self.forward,
         )
 
 
@@ -84,6 +106,7 @@ class ClippingEngine:
         units: Tensor | None = None,
         n_units: int | None = None,
         capture: str | None = None,
+        forward: Callable[[Tensor], Tensor] | None = None,
     ) -> ClippedSum:
         """The sum over units of their gradients, each scaled down to norm `clip` if longer.
 
@@ -92,11 +115,14 @@ class ClippingEngine:
         In float32 units are clipped to clip/(1 + 1e-3), so that rounding cannot carry them past
         `clip`; in float64 to `clip` itself. A unit with anything not finite, or with a label that
         is no class, contributes exactly 0. A batch may be empty.
+
+        `forward` gives the logits where `images` are not the network's input but what its frozen
+        beginning made of it, image by image.
         """
         if not clip > 0:
             raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
         _refuse_unsupported(self._model)
-        batch = _checked_batch(images, labels, units, n_units)
+        batch = replace(_checked_batch(images, labels, units, n_units), forward=forward)
         if images.is_cuda:
             # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -114,7 +140,13 @@ class ClippingEngine:
         """One pass over the whole batch; a second one without the dropped units if there are."""
         units = batch.units
         seen = record(
-            self._model, batch.images, batch.labels, batch.weights, units, capture=capture
+            self._model,
+            batch.images,
+            batch.labels,
+            batch.weights,
+            units,
+            capture=capture,
+            forward=batch.forward,
         )
         norms = seen.book.squared_norms().sqrt()
         dropped = ~torch.isfinite(norms) | units.any_image(~seen.finite)
@@ -182,7 +214,13 @@ class ClippingEngine:
         for ids in torch.split(everyone, self._chunk):
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
             seen = record(
-                self._model, part.images, part.labels, part.weights, part.units, capture=capture
+                self._model,
+                part.images,
+                part.labels,
+                part.weights,
+                part.units,
+                capture=capture,
+                forward=part.forward,
             )
             finite = finite and bool(seen.finite.all())
             for name, gradient in seen.book.weighted_sum(torch.ones(1, device=ids.device)).items():
@@ -210,9 +248,10 @@ class ClippingEngine:
         """Zeros, with the shapes that a blank image of the same size shows."""
         blank = batch.images.new_zeros(1, *batch.images.shape[1:])
         nobody = batch.units.count
-        one = self._clip_together(
-            _Batch(blank, batch.labels.new_zeros(1), blank.new_ones(1), Units(1)), 1.0, capture
+        single = _Batch(
+            blank, batch.labels.new_zeros(1), blank.new_ones(1), Units(1), batch.forward
         )
+        one = self._clip_together(single, 1.0, capture)
         return replace(
             one,
             gradients=self._every_parameter({}),

@@ -192,14 +192,18 @@ def record(
     units: Units,
     *,
     capture: str | None = None,
+    forward: Callable[[Tensor], Tensor] | None = None,
 ) -> Recorded:
-    """Run the network forward and back once on the weighted sum of cross-entropies."""
+    """Run the network forward and back once on the weighted sum of cross-entropies.
+
+    `forward` stands for the network where `images` have been through its frozen beginning.
+    """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     book = Book(units, images.device)
     with torch.enable_grad():
         anchor = images.new_zeros((), requires_grad=True)
         with _captured(model, capture) as caught, Recorder(names, len(images), book, anchor):
-            logits = model(images)
+            logits = (forward or model)(images)
         if logits.dim() != 2 or len(logits) != len(images):
             raise UserError(
                 f"the network gives outputs of shape {tuple(logits.shape)} for {len(images)} "

@@ -1,0 +1,258 @@
+"""Searches, on validation images, for settings that learn well under a given ε.
+
+    python benchmarks/search_recipes.py blood-cells --epsilon 0.5 --train head --lr 1 2 4
+
+Every finished setting is a row of `benchmarks/results/recipes/DATA.csv`; a row that is there is not
+computed again, so an interrupted search goes on where it stood. Training is the package's own
+`client_round` and `server_round` on `fl-dp`; only what a frozen beginning makes of each image is
+computed once for all settings and kept in `--scratch`. The test images are never opened here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xcal.config import Experiment, make_experiment
+from xcal.data.images import Images
+from xcal.data.sampling import to_tensor
+from xcal.explain.classification import macro_f1
+from xcal.federation.aggregation import Mean, averaged, server_round
+from xcal.federation.folder import command, commit
+from xcal.federation.rounds import RoundRequest, client_round, load_weights
+from xcal.federation.setup import Federation, prepare
+from xcal.federation.site import Site
+from xcal.models.registry import build_network
+from xcal.models.split import Split, split_frozen
+from xcal.privacy import ledger
+from xcal.privacy.ledger_rows import Terms
+from xcal.privacy.noise import SeededNoise
+from xcal.training.local import LocalData, trainable
+
+RESULTS = Path(__file__).parent / "results" / "recipes"
+# What a setting is known by; the rest of a row is what came of it.
+KEYS = (
+    "data train_images pixels output_stride train epsilon method batch rounds local_epochs lr clip"
+    " optimizer momentum average average_steps views augment seed"
+).split()
+FOUND = "validation_macro_f1 best_round_f1 sigma seconds commit command".split()
+
+
+def grid(**choices: Any) -> list[dict[str, Any]]:
+    """All combinations of the listed values."""
+    lists = [v if isinstance(v, list) else [v] for v in choices.values()]
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*lists)]
+
+
+class Search:
+    """One data set at one size, with one part of the network training."""
+
+    def __init__(self, base: dict[str, Any], scratch: Path, command: str) -> None:
+        self._base = base
+        self._command = command
+        self._scratch = scratch
+        self._federations: dict[int, Federation] = {}
+        self._tables: dict[str, Tensor] = {}
+
+    def federation(self, seed: int) -> Federation:
+        if seed not in self._federations:
+            self._federations[seed] = prepare(make_experiment({**self._base, "seed": seed}))
+        return self._federations[seed]
+
+    def activations(self, name: str, images: Images, split: Split) -> Tensor:
+        """What the frozen beginning makes of all images, computed once and kept on disk."""
+        if name in self._tables:
+            return self._tables[name]
+        b = self._base
+        path = self._scratch / (
+            f"{b['data']}-{b['pixels']}-{b['output_stride']}-{split.digest()[:12]}-{name}.npy"
+        )
+        if not path.exists():
+            parts = [
+                split.begin(to_tensor(np.asarray(images.pixels[i : i + 32])))
+                for i in range(0, len(images), 32)
+            ]
+            part = path.with_suffix(".part.npy")
+            np.save(part, torch.cat(parts).numpy())
+            part.rename(path)
+        self._tables[name] = torch.from_numpy(np.load(path))
+        return self._tables[name]
+
+    def run(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Train one setting; macro F1 on the validation images at the end and at its best."""
+        began = time.monotonic()
+        experiment = make_experiment({**self._base, **keys})
+        federation = self.federation(experiment.seed)
+        plans = tuple(
+            federation.method.plan(experiment, p.units, experiment.rounds)
+            for p in federation.plans
+            if p is not None
+        )
+        federation = replace(federation, experiment=experiment, plans=plans)
+        model = build_network(experiment, len(federation.data.classes))
+        split = split_frozen(model)
+        assert split is not None, "the search is for networks with a frozen beginning"
+        table = self.activations("train", federation.data.train, split)
+        shown = self.activations("validation", federation.data.validation, split)
+        curve = []
+        with tempfile.TemporaryDirectory(dir=self._scratch) as place:
+            sites = list(self._sites(federation, model, split, table, Path(place)))
+            weights = {k: p.detach().clone() for k, p in trainable(model).items()}
+            reported = weights
+            for t in range(experiment.rounds):
+                replies = [
+                    client_round(
+                        RoundRequest("search", t, federation.own_rounds(c), experiment),
+                        weights,
+                        site,
+                    )
+                    for c, site in enumerate(sites)
+                ]
+                weights, _ = server_round(t, weights, replies, Mean(), None)
+                reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
+                load_weights(model, reported)
+                curve.append(self._f1(model, split, shown, federation))
+        assert plans[0] is not None
+        return {
+            "validation_macro_f1": round(curve[-1], 4),
+            "best_round_f1": round(max(curve), 4),
+            "sigma": round(plans[0].sigma_static, 3),
+            "seconds": round(time.monotonic() - began, 1),
+            "commit": commit(),
+            "command": self._command,
+        }
+
+    def _sites(
+        self, federation: Federation, model: nn.Module, split: Split, table: Tensor, place: Path
+    ) -> Iterator[Site]:
+        experiment = federation.experiment
+        for client, shard in enumerate(federation.parts.shards):
+            home = place / str(client)
+            plan = federation.plans[client]
+            assert plan is not None
+            terms = Terms(f"search {client}", "record", plan.epsilon, plan.delta, simulated=True)
+            ledger.create(home / "ledger.sqlite", terms)
+            data = LocalData(
+                federation.data.train.take(shard.indices), unit="record", images_per_unit=1
+            )
+            kept = data.keep_activations(split, experiment.keep_mb)
+            assert kept, "raise keep_mb"
+            data.inputs.fill(table[torch.from_numpy(shard.indices)])
+            yield Site(str(client), home, data, SeededNoise(experiment.seed), lambda: model)
+
+    def _f1(self, model: nn.Module, split: Split, shown: Tensor, federation: Federation) -> float:
+        with torch.no_grad():
+            logits = torch.cat([split.go_on(part) for part in shown.split(256)])
+        labels = federation.data.validation.labels
+        classes = len(federation.data.classes)
+        return float(macro_f1(labels, logits.argmax(1).numpy(), classes))
+
+
+def read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    if not path.exists():
+        return {}
+    with open(path, newline="") as file:
+        return {tuple(row[k] for k in KEYS): row for row in csv.DictReader(file)}
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, [*KEYS, *FOUND], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def settings(base: dict[str, Any], keys: dict[str, Any]) -> Experiment:
+    return make_experiment({**base, **keys})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data")
+    parser.add_argument("--pixels", type=int, default=128)
+    parser.add_argument("--stride", type=int, default=32)
+    parser.add_argument("--train", default="head")
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[0.5, 5.0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1024])
+    parser.add_argument("--rounds", type=int, nargs="+", default=[10])
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1])
+    parser.add_argument("--lr", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--clip", type=float, nargs="+", default=[1.0])
+    parser.add_argument("--optimizer", nargs="+", default=["sgd"])
+    parser.add_argument("--momentum", type=float, nargs="+", default=[0.9])
+    parser.add_argument("--average", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--average-steps", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--train-images", type=int, default=None)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "recipes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    given.scratch.mkdir(parents=True, exist_ok=True)
+    given.results.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    base = {
+        "data": given.data,
+        "pixels": given.pixels,
+        "output_stride": given.stride,
+        "network": "efficientnet_b0",
+        "norm": "frozen",
+        "weights": str(Path(os.environ["XCAL_DATA"]) / "weights" / "efficientnet_b0-imagenet.pth"),
+        "train": given.train,
+        "method": "fl-dp",
+        "clients": 3,
+        "delta": 1e-5,
+        "keep_mb": 4096,
+        "chunk": 512,
+        "batch": 32,
+    }
+    if given.train_images is not None:
+        base["train_images"] = given.train_images
+    # Where files lie on this machine is nobody's business.
+    told = re.sub(r" --(scratch|results) \S+", "", command())
+    search = Search(base, given.scratch, told)
+    path = given.results / f"{given.data}.csv"
+    wanted = grid(
+        seed=given.seeds,
+        epsilon=given.epsilon,
+        optimizer=given.optimizer,
+        momentum=given.momentum,
+        batch=given.batch,
+        rounds=given.rounds,
+        local_epochs=given.epochs,
+        average=given.average,
+        average_steps=given.average_steps,
+        clip=given.clip,
+        lr=given.lr,
+    )
+    for keys in wanted:
+        resolved = settings(base, keys).resolved()
+        row = {key: resolved[key] for key in KEYS} | {"train_images": given.train_images or "all"}
+        if tuple(str(row[k]) for k in KEYS) in read_rows(path):
+            continue
+        row |= search.run(keys)
+        append_row(path, row)
+        shown = " ".join(f"{k}={row[k]}" for k in KEYS[2:] if k not in ("method", "augment"))
+        print(
+            f"{row['validation_macro_f1']:.3f} best {row['best_round_f1']:.3f} {shown}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

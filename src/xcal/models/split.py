@@ -1,0 +1,62 @@
+"""A network cut in two where its first trainable parameter stands.
+
+What comes before never changes while it trains, so what it makes of an image is a constant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Split:
+    """The frozen beginning of a network and the rest, which share the network's own modules."""
+
+    beginning: tuple[nn.Module, ...]
+    rest: tuple[nn.Module, ...]
+
+    def begin(self, images: Tensor) -> Tensor:
+        """What the rest takes, from images; without gradients."""
+        with torch.no_grad():
+            return _through(self.beginning, images)
+
+    def go_on(self, activations: Tensor) -> Tensor:
+        """Logits, from what the beginning made."""
+        return _through(self.rest, activations)
+
+    def passes(self, module: nn.Module) -> bool:
+        """Whether the rest runs this module, so that its output can be seen there."""
+        return any(module is one for part in self.rest for one in part.modules())
+
+    def digest(self) -> str:
+        """A fingerprint of the beginning's weights: the same means the same activations."""
+        state = hashlib.sha256()
+        for part in self.beginning:
+            for name, value in part.state_dict().items():
+                state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+                state.update(value.detach().cpu().contiguous().numpy().tobytes())
+        return state.hexdigest()
+
+
+def split_frozen(model: nn.Module) -> Split | None:
+    """The split of a network that tells its `segments()`; None where nothing leading is frozen."""
+    segments: Sequence[nn.Module] = model.segments() if hasattr(model, "segments") else ()  # type: ignore[operator]
+    count = 0
+    for segment in segments:
+        if any(p.requires_grad for p in segment.parameters()):
+            break
+        count += 1
+    if not 0 < count < len(segments):
+        return None
+    return Split(tuple(segments[:count]), tuple(segments[count:]))
+
+
+def _through(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    for part in parts:
+        x = part(x)
+    return x

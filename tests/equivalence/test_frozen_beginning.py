@@ -1,0 +1,106 @@
+"""What a frozen beginning makes of an image is kept: the same steps, up to rounding, and faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xcal
+from support import TINY, tiny
+from xcal.config import make_experiment
+from xcal.federation.files import read_tensors
+from xcal.models.registry import build_network
+from xcal.models.split import split_frozen
+from xcal.privacy.noise import NoiseKey, SeededNoise
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import Bench, LocalData, Optimiser
+from xcal.training.steps import clipped_sum
+
+NETWORK = {"network": "resnet18", "pixels": 32}
+
+
+def network(train: str, name: str = "resnet18") -> Any:
+    return build_network(make_experiment({"network": name, "train": train}), 3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+@pytest.mark.parametrize("train", ["head", "last:1", "last:2", "head+norm:2"])
+def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
+    model = network(train, name)
+    split = split_frozen(model)
+    assert split is not None
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(split.go_on(split.begin(images)), model(images))
+    held = {id(p) for part in split.rest for p in part.parameters()}
+    assert all(id(p) in held for p in model.parameters() if p.requires_grad)
+    assert split.passes(model.get_submodule(model.cam_layer)) == (train != "head")
+
+
+@pytest.mark.parametrize("train", ["all", "head+norm"])
+def test_where_the_first_layers_train_nothing_is_kept(train: str) -> None:
+    assert split_frozen(network(train)) is None
+
+
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("train", ["head", "last:1"])
+def test_clipped_sums_are_those_of_the_whole_network(train: str, views: int) -> None:
+    model = network(train)
+    split = split_frozen(model)
+    sums = []
+    for megabytes in (0, 64):
+        data = LocalData(tiny(pixels=32, train=24).train, unit="group", images_per_unit=2,
+                         views=views)  # fmt: skip
+        assert data.keep_activations(split, megabytes) == (megabytes > 0)
+        bench = Bench(
+            client="0", method="m", round=0, first_step=0, model=model,
+            engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
+            optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
+            split=split if megabytes else None,
+        )  # fmt: skip
+        for capture in (None, model.cam_layer):
+            batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
+            sums.append(clipped_sum(bench, batch, capture=capture))
+    for name in sums[0].gradients:
+        for one in sums[1:]:
+            torch.testing.assert_close(one.gradients[name], sums[0].gradients[name],
+                                       rtol=1e-4, atol=1e-6)  # fmt: skip
+    torch.testing.assert_close(sums[1].features, sums[3].features, rtol=1e-4, atol=1e-5)
+
+
+def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:
+    split = split_frozen(network("last:1"))
+    found = []
+    for order in ((0.1, 0.9), (0.9, 0.1)):
+        data = LocalData(tiny(pixels=32, train=90).train, unit="record", images_per_unit=1)
+        data.keep_activations(split, 64)
+        drawn = {
+            rate: data.draw(rate, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw")).inputs
+            for rate in order
+        }
+        found.append({rate: drawn[rate].activations() for rate in order})
+    assert all(torch.equal(found[0][rate], found[1][rate]) for rate in (0.1, 0.9))
+
+
+def test_too_little_memory_falls_back_to_the_whole_network() -> None:
+    data = LocalData(tiny(pixels=32).train, unit="record", images_per_unit=1)
+    assert not data.keep_activations(split_frozen(network("last:1")), 0)
+    assert data.keep_activations(split_frozen(network("last:1")), 64)
+    large = LocalData(tiny(pixels=32, train=600).train, unit="record", images_per_unit=1)
+    assert not large.keep_activations(split_frozen(network("last:1")), 1)
+
+
+def test_a_run_with_and_without_kept_activations_ends_alike(tmp_path: Path) -> None:
+    keys = {**TINY, **NETWORK, "train": "last:1", "method": "xcal", "rounds": 1, "lr": 0.1}
+    models = []
+    for megabytes in (0, 64):
+        out = tmp_path / str(megabytes)
+        xcal.run(out, **keys, keep_mb=megabytes, road_images=0, road_test_images=0)
+        found = read_tensors(out / "model.safetensors")
+        assert found is not None
+        models.append(found[0])
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value, rtol=1e-3, atol=1e-4)
