@@ -1,0 +1,175 @@
+"""The private mean of a trusted server, and the run that carries it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xcal
+from support import TINY
+from xcal.config import make_experiment
+from xcal.errors import UserError
+from xcal.federation.setup import prepare
+from xcal.privacy import ledger as ledgers
+from xcal.privacy.account import Account
+from xcal.privacy.accounting import epsilon_rdp
+from xcal.privacy.calibration import PlanShape, plan_static
+from xcal.privacy.ledger_rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
+from xcal.privacy.noise import NoiseKey, SeededNoise
+from xcal.training import central
+from xcal.training.central import ServerBench, private_mean
+
+QUICK = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 0}
+PLAN = plan_static(PlanShape(4.0, 1e-5, units=5, batch=5, rounds=10, unit="client"), "dp-fedavg")
+
+
+class NoNoise(SeededNoise):
+    def normals(self, key: NoiseKey, count: int) -> torch.Tensor:
+        return torch.zeros(count)
+
+    def scalar(self, key: NoiseKey) -> float:
+        return 0.0
+
+
+def bench(folder: Path, noise: SeededNoise, round_number: int = 0) -> Any:
+    path = folder / "ledger.sqlite"
+    if not path.exists():
+        ledgers.create(path, Terms("five clients", "client", 4.0, 1e-5, simulated=True))
+    book = ledgers.Ledger(path)
+    terms = RunTerms(
+        "r", "dp-fedavg", "client", 4.0, 1e-5, PLAN.order, PLAN.budget, PLAN.steps, "seeded"
+    )
+    account = Account(book, terms, replayable=True)
+    return ServerBench("dp-fedavg", round_number, noise, account, 5), book
+
+
+def test_noise_on_the_mean_is_z_times_s_over_m(tmp_path: Path) -> None:
+    tools, book = bench(tmp_path, SeededNoise(1))
+    zero = [{"w": torch.zeros(100_000, dtype=torch.float64)} for _ in range(3)]
+    found = private_mean(tools, zero, clip=0.7, sigma=PLAN.sigma_static)
+    book.close()
+    wanted = PLAN.sigma_static * 0.7 / 5  # the divisor is fixed: two clients did not answer
+    assert float(found.mean["w"].std()) == pytest.approx(wanted, rel=0.01)
+    (charge,) = charges_of(read_rows(tmp_path / "ledger.sqlite"), "r")
+    assert charge.rate == 1.0
+    assert charge.releases[0].noise == pytest.approx(PLAN.sigma_static * 0.7)
+    assert charge.releases[0].sensitivity == 0.7
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scale=st.floats(1e-3, 1e6),
+    clip=st.floats(1e-3, 1e3),
+    broken=st.sampled_from([None, math.nan, math.inf]),
+    seed=st.integers(0, 1000),
+)
+def test_zeroing_one_client_moves_the_sums_by_no_more_than_stated(
+    scale: float, clip: float, broken: float | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    updates = [{"w": torch.from_numpy(rng.normal(size=20) * scale)} for _ in range(4)]
+    if broken is not None:
+        updates[0]["w"][3] = broken
+    totals = []
+    for last in (updates[3], {"w": torch.zeros(20, dtype=torch.float64)}):
+        paying = _Free()
+        tools = ServerBench("dp-fedavg", 0, NoNoise(0), paying, 1)  # type: ignore[arg-type]
+        # a deviation far below the clip, so that rounding to the grid does not count
+        found = private_mean(tools, [*updates[:3], last], clip=clip, sigma=1e-9, sigma_count=1e-9)
+        totals.append(found)
+    moved = float((totals[0].mean["w"] - totals[1].mean["w"]).norm())
+    assert moved <= clip * (1 + 1e-6)
+    assert bool(torch.isfinite(totals[0].mean["w"]).all())
+
+
+class _Free:
+    """An account that lets everything pass, for looking at sums."""
+
+    terms = RunTerms("r", "m", "client", 1.0, 1e-5, 2.0, 1e30, 1, "seeded")
+
+    def pay(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def test_a_null_client_moves_the_count_by_a_half() -> None:
+    small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
+    broken = {"w": torch.full((4,), math.nan, dtype=torch.float64)}  # as good as null
+    tools = ServerBench("m", 0, NoNoise(0), _Free(), 1)  # type: ignore[arg-type]
+    fractions = [
+        private_mean(tools, [small, other], clip=1.0, sigma=1.0, sigma_count=1e-6).fraction
+        for other in (small, broken)
+    ]
+    assert fractions[0] == pytest.approx(0.5 + 1.0)
+    assert fractions[1] == pytest.approx(0.5 + 0.5)
+    assert central.COUNT_SENSITIVITY == 0.5
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs") / "central"
+    return folder, xcal.run(folder, method="dp-fedavg", **QUICK)
+
+
+def test_server_pays_per_client_and_clients_stand_at_infinity(finished: Any) -> None:
+    folder, result = finished
+    path = folder / "server" / "ledger.sqlite"
+    assert verify(path).ok
+    rows = read_rows(path)
+    assert rows[0].body["terms"]["unit"] == "client"
+    (run,) = runs_of(rows).values()
+    charges = charges_of(rows, run.run)
+    assert [(c.round, c.rate) for c in charges] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    # three plain Gaussians at this multiplier are (8, 0.001)
+    assert epsilon_rdp(1.0, charges[0].sigma, 3, 1e-3) == pytest.approx(8.0, rel=1e-3)
+    for client in ("0", "1", "2"):
+        kinds = [r.kind for r in read_rows(folder / "clients" / client / "ledger.sqlite")]
+        assert kinds == ["create", "run", "unbounded", "unbounded", "unbounded"]
+    assert result["epsilon_target"] is None
+    assert result["epsilon_client"] == 8.0
+    assert result["unit"] == "client"
+    assert result["server"]["share_spent"] > 0.999
+    assert all(c["epsilon_spent"] is None for c in result["clients"])
+
+
+def test_statement_and_card_say_what_three_clients_are_worth(finished: Any) -> None:
+    folder, _ = finished
+    text = " ".join((folder / "statement.txt").read_text().split())
+    assert "The server is trusted" in text
+    assert "The mean is over 3 clients a round" in text
+    assert "this guarantee was made for thousands of clients" in text
+    assert "who takes part is known, so nothing is amplified" in text
+    card = (folder / "card.md").read_text()
+    assert "At record level, against the server: ε = ∞" in card
+    plans = json.loads((folder / "plans.json").read_text())
+    assert list(plans) == ["server"]
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed-mean"])
+def test_robust_aggregation_would_void_it(rule: str) -> None:
+    with pytest.raises(UserError, match="guarantee would be void"):
+        prepare(make_experiment({**QUICK, "method": "dp-fedavg", "aggregation": rule}))
+
+
+def test_a_home_with_a_limit_refuses_it(tmp_path: Path) -> None:
+    homes = []
+    for client in range(3):
+        home = tmp_path / str(client)
+        ledgers.create(home / "ledger.sqlite", Terms(f"p{client}", "record", 10.0, 1e-2))
+        homes.append(str(home))
+    with pytest.raises(UserError, match="has no guarantee"):
+        prepare(make_experiment({**QUICK, "method": "dp-fedavg", "homes": tuple(homes)}))
+
+
+def test_a_plan_can_be_had_before(capsys: Any) -> None:
+    plan = xcal.plan(method="dp-fedavg", units=100, epsilon=4.0, rounds=20)
+    assert plan.unit == "client"
+    assert plan.steps == 20
+    assert plan.sample_rate == 1.0
