@@ -155,6 +155,13 @@ class Experiment(BaseModel):
     count_noise: Positive | None = Field(
         None, description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ"
     )
+    # adap-dpfl
+    clip_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        5.0, description="C over the norm of the gradients released last round; 0 keeps C"
+    )
+    sigma_decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.999, description="β: noise after three rounds of falling loss on public images"
+    )
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = Field(
         500, description="size of the fixed public validation subset measured every round"

@@ -157,6 +157,13 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             )
         own = sum(client in chosen for chosen in schedule)
         plans.append(method.plan(experiment, units, own) if own else None)
+    if getattr(method, "needs_validation", False) and not (
+        experiment.validation_images and len(data.validation)
+    ):
+        raise UserError(
+            f"{method.name} follows the loss on public validation images, and there are none: set"
+            " validation_images, or choose a data set that has some."
+        )
     server_plan = check_rule(experiment, method, len(schedule[0]))
     if clips_units(method):  # refuse an unfit network before anything is charged
         network = build_network(experiment, len(data.classes))

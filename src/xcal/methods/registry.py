@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
+from xcal.methods.adap_dpfl import ADAP_DPFL
 from xcal.methods.agp import AGP
 from xcal.methods.base import CentralMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
@@ -15,7 +16,8 @@ from xcal.plugins import load_object
 from xcal.privacy.calibration import Plan
 
 METHODS: dict[str, Method] = {
-    m.name: m for m in (CENTRALIZED, FL, FL_DP, AGP, XCAL_PAPER, XCAL, DP_FEDAVG)
+    m.name: m
+    for m in (CENTRALIZED, FL, FL_DP, AGP, ADAP_DPFL, XCAL_PAPER, XCAL, DP_FEDAVG)
 }
 
 

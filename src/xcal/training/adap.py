@@ -1,0 +1,129 @@
+"""Adap DP-FL (Fu et al. 2022), as far as it can be had with a guarantee.
+
+Two things move from round to round: the clipping norm, with the norm of the gradients that this
+client released in its previous round, and the noise, down by β whenever the loss on *public* images
+has fallen three rounds in a row. Both are functions of releases and of public numbers, so the
+filter covers them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from xcal.privacy.accounting import step_cost
+from xcal.privacy.calibration import Plan
+from xcal.privacy.filter import BudgetExhausted, RenyiFilter
+from xcal.privacy.ledger_rows import Release
+from xcal.privacy.noise import release_tensors
+from xcal.training.local import Bench, StepRecord
+from xcal.training.steps import clipped_sum
+
+FALLS = 3  # rounds of falling loss before the noise is lowered
+REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one
+
+
+@dataclass(frozen=True)
+class AdapRule:
+    """Public constants."""
+
+    plan: Plan
+    clip: float  # C of the first round
+    clip_factor: float  # α_c; 0 leaves C where it is
+    sigma_decay: float  # β
+
+
+@dataclass(frozen=True)
+class AdapState:
+    """What a client remembers: its norm C and what it released in the round so far."""
+
+    round: int = -1
+    clip: float = 0.0
+    steps: int = 0
+    squares: float = 0.0  # Σ over steps of ‖released mean gradient‖², noise's own share taken off
+    doubt: float = 0.0  # Σ over steps of the variance of that estimate
+
+
+def decays(losses: Sequence[float]) -> int:
+    """How often the noise was lowered: once for each round that ends `FALLS` falls in a row."""
+    falls = [later < earlier for earlier, later in itertools.pairwise(losses)]
+    return sum(all(falls[k - FALLS : k]) for k in range(FALLS, len(falls) + 1))
+
+
+def next_clip(state: AdapState, rule: AdapRule) -> float:
+    """C of the round that begins: α_c times the released gradients' root mean square norm.
+
+    It stays where it was while the noise hides that norm (two deviations), and within `REACH` of
+    the configured one.
+    """
+    if state.round < 0:
+        return rule.clip
+    if rule.clip_factor == 0 or state.steps == 0:
+        return state.clip
+    if state.squares <= 2 * math.sqrt(state.doubt):
+        return state.clip
+    wanted = rule.clip_factor * math.sqrt(state.squares / state.steps)
+    return min(max(wanted, rule.clip / REACH), rule.clip * REACH)
+
+
+@lru_cache(maxsize=4096)
+def _cost(rate: float, sigma: float, order: float) -> float:
+    return step_cost(rate, sigma, order)
+
+
+def admissible_sigma(rule: AdapRule, lowered: int, budget: RenyiFilter) -> tuple[float, float]:
+    """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits; with its cost."""
+    plan, table = rule.plan, rule.plan.table()
+    wanted = plan.sigma_static * rule.sigma_decay**lowered
+    tried = [(wanted, _cost(plan.sample_rate, wanted, plan.order))]
+    k = table.cheapest_within(budget.left)
+    # One further on the grid, since the filter's own sum is rounded upwards.
+    for index in (k, k + 1) if k is not None and k + 1 < len(table.sigmas) else ():
+        if wanted < table.sigmas[index] < plan.sigma_static:
+            tried.append((float(table.sigmas[index]), float(table.costs[index])))
+    tried.append((plan.sigma_static, _cost(plan.sample_rate, plan.sigma_static, plan.order)))
+    for sigma, cost in tried:
+        if budget.admits(cost):
+            return sigma, cost
+    raise BudgetExhausted("no multiplier up to the first one is admissible")
+
+
+def adap_step(
+    bench: Bench, step: int, rule: AdapRule, state: AdapState
+) -> tuple[AdapState, StepRecord]:
+    """One DP-SGD step at this round's C and σ: charge, draw, clip, release, remember its norm."""
+    assert bench.account is not None
+    if bench.round != state.round:
+        state = AdapState(bench.round, next_clip(state, rule))
+    clip = state.clip
+    sigma, cost = admissible_sigma(rule, decays(bench.validation_losses), bench.account.filter)
+    bench.account.pay(
+        bench.round,
+        step,
+        rate=bench.rate,
+        sigma=sigma,
+        cost=cost,
+        releases=(Release("gradient", sigma * clip, clip),),
+        inputs=bench.inputs(step, sigma, clip),
+    )
+    batch = bench.draw(step)
+    sums = clipped_sum(replace(bench, clip=clip), batch)
+    noisy = release_tensors(sums.gradients, sigma * clip, bench.noise, bench.key(step, "gradient"))
+    mean = {name: value.div_(bench.batch) for name, value in noisy.items()}
+    bench.optimiser.step(mean)
+    # From here on only the release is looked at.
+    square = math.fsum(float(v.double().square().sum()) for v in mean.values())
+    size = sum(v.numel() for v in mean.values())
+    noise = (sigma * clip / bench.batch) ** 2  # variance of one coordinate
+    signal = max(square - size * noise, 0.0)
+    state = AdapState(
+        state.round,
+        clip,
+        state.steps + 1,
+        state.squares + square - size * noise,
+        state.doubt + 2 * size * noise**2 + 4 * noise * signal,
+    )
+    return state, StepRecord(bench.round, step, sigma, None, bench.account.filter.share_spent)
