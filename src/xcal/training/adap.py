@@ -76,18 +76,20 @@ def _cost(rate: float, sigma: float, order: float) -> float:
 
 def admissible_sigma(rule: AdapRule, lowered: int, budget: RenyiFilter) -> tuple[float, float]:
     """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits; with its cost."""
-    plan, table = rule.plan, rule.plan.table()
+    plan = rule.plan
     wanted = plan.sigma_static * rule.sigma_decay**lowered
-    tried = [(wanted, _cost(plan.sample_rate, wanted, plan.order))]
-    k = table.cheapest_within(budget.left)
-    # One further on the grid, since the filter's own sum is rounded upwards.
-    for index in (k, k + 1) if k is not None and k + 1 < len(table.sigmas) else ():
-        if wanted < table.sigmas[index] < plan.sigma_static:
-            tried.append((float(table.sigmas[index]), float(table.costs[index])))
-    tried.append((plan.sigma_static, _cost(plan.sample_rate, plan.sigma_static, plan.order)))
-    for sigma, cost in tried:
-        if budget.admits(cost):
-            return sigma, cost
+    cost = _cost(plan.sample_rate, wanted, plan.order)
+    if budget.admits(cost):
+        return wanted, cost
+    highest = (plan.sigma_static, _cost(plan.sample_rate, plan.sigma_static, plan.order))
+    if budget.admits(highest[1]):  # else nothing below it is admissible either
+        table = plan.table()
+        k = table.cheapest_within(budget.left) or 0
+        # One further on the grid too, since the filter's own sum is rounded upwards.
+        for sigma, price in zip(table.sigmas[k : k + 2], table.costs[k : k + 2], strict=True):
+            if wanted < sigma < plan.sigma_static and budget.admits(float(price)):
+                return float(sigma), float(price)
+        return highest
     raise BudgetExhausted("no multiplier up to the first one is admissible")
 
 
