@@ -1,7 +1,8 @@
-"""`xcal ledger`: create, show and verify what a population has paid."""
+"""`xcal ledger`: create, show, verify and analyse what a population has paid."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import typer
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from xcal.privacy import ledger as ledgers
+from xcal.privacy.analysis import HOW_SHARED, Analysis, analyse, lifetime
 from xcal.privacy.calibration import check_target
 from xcal.privacy.ledger_rows import (
     Terms,
@@ -112,3 +114,63 @@ def verify_command(
             typer.echo(f"{found}: row {check.row} {check.problem}", err=True)
     if failed:
         raise typer.Exit(1)
+
+
+@app.command("analyse")
+def analyse_command(
+    path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
+    run: str | None = typer.Option(None, help="Only the run of this name."),
+    pld: bool = typer.Option(True, help="Also by privacy-loss distributions (some seconds)."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+) -> None:
+    """After a run: what was spent on what, what is left, what a static plan would have cost."""
+    found = []
+    for ledger in find_ledgers(path):
+        rows = read_rows(ledger)
+        found.append((ledger, lifetime(rows), analyse(rows, run, pld=pld)))
+    if as_json:
+        values = [
+            {"ledger": str(ledger), "lifetime": life, "runs": [a.as_dict() for a in runs]}
+            for ledger, life, runs in found
+        ]
+        typer.echo(json.dumps({"shares": HOW_SHARED, "ledgers": values}, indent=2))
+        return
+    console = Console()
+    for ledger, life, runs in found:
+        console.print(f"[bold]{ledger}[/bold]: per {life['unit']}", highlight=False)
+        for one in runs:
+            for line in _analysis_lines(one):
+                console.print(f"  {line}", highlight=False)
+    console.print(f"Shares: {HOW_SHARED}.", highlight=False)
+    console.print(
+        "What is left can be spent only through the same filter at the same order.", highlight=False
+    )
+
+
+def _analysis_lines(one: Analysis) -> list[str]:
+    """One run in words."""
+    head = f"{one.run} ({one.method}): {one.charges} charges in {one.rounds} rounds"
+    if one.budget is None or one.spent is None or one.left is None:
+        return [f"{head}; the method has no guarantee, so Σρ = ∞."]
+    lines = [
+        f"{head} of {one.planned} planned steps{', halted' if one.halted else ''}",
+        f"  target ({one.epsilon:g}, {one.delta:g}); at order {one.order:g}: R {one.budget:.6g},"
+        f" Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %), left {one.left:.4g}",
+    ]
+    for part in one.mechanisms:
+        lines.append(
+            f"  {part.name:<9} Σρ {part.cost:.6g} ({100 * part.share:.2f} %) in {part.releases}"
+            f" releases; alone {part.alone:.6g}"
+        )
+    if one.static is not None:
+        lines.append(
+            f"  left pays for {one.more_at_last} more steps at the last σ_eff"
+            f" {one.sigma_last:.4g}, for {one.more_at_static} at the static {one.static.sigma:.4g}"
+        )
+        by_pld = one.static.epsilon_pld
+        lines.append(
+            f"  a static plan (σ {one.static.sigma:.4g}) of the same {one.static.steps} steps:"
+            f" ε {one.static.epsilon_rdp:.4g} by RDP"
+            + ("" if by_pld is None else f", {by_pld:.4g} by PLD")
+        )
+    return lines
