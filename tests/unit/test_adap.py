@@ -16,6 +16,7 @@ from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation import rounds
 from xcal.federation.files import read_tensors
+from xcal.federation.folder import RunFolder
 from xcal.federation.setup import prepare
 from xcal.privacy.calibration import PlanShape, plan_static
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter
@@ -95,12 +96,19 @@ def _renamed() -> Any:
     return StaticNoise(name="adap-dpfl")
 
 
-def test_a_run_moves_both_and_stays_within_its_budget(tmp_path: Path) -> None:
-    result = xcal.run(
-        tmp_path / "r",
-        **{**QUICK, "data": "support:coloured", "rounds": 7, "epsilon": 30.0, "sigma_decay": 0.8},
-    )
-    path = tmp_path / "r" / "clients" / "0" / "ledger.sqlite"
+# One shape for the runs below, so that it is calibrated once.
+MOVING = {**QUICK, "data": "support:coloured", "rounds": 5, "epsilon": 30.0, "sigma_decay": 0.8}
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    return folder, xcal.run(folder, **MOVING)
+
+
+def test_a_run_moves_both_and_stays_within_its_budget(moved: Any) -> None:
+    folder, result = moved
+    path = folder / "clients" / "0" / "ledger.sqlite"
     assert verify(path).ok
     rows = read_rows(path)
     (run,) = runs_of(rows).values()
@@ -121,11 +129,7 @@ def test_without_public_images_it_is_refused() -> None:
         prepare(make_experiment({**QUICK, "validation_images": 0}))
 
 
-def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
-    from xcal.federation.folder import RunFolder
-
-    keys = {**QUICK, "data": "support:coloured", "rounds": 5, "sigma_decay": 0.8}
-    xcal.run(tmp_path / "whole", **keys)
+def test_a_resumed_run_is_the_same(moved: Any, tmp_path: Path) -> None:
     save, calls = RunFolder.save_checkpoint, [0]
 
     def deadly(self: RunFolder, weights: Any, about: Any) -> None:
@@ -137,8 +141,8 @@ def test_a_resumed_run_is_the_same(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "save_checkpoint", deadly)
         with pytest.raises(KeyboardInterrupt):
-            xcal.run(tmp_path / "cut", **keys)
+            xcal.run(tmp_path / "cut", **MOVING)
     xcal.run(tmp_path / "cut", resume=True)
-    first, _ = read_tensors(tmp_path / "whole" / "model.safetensors")  # type: ignore[misc]
+    first, _ = read_tensors(moved[0] / "model.safetensors")  # type: ignore[misc]
     second, _ = read_tensors(tmp_path / "cut" / "model.safetensors")  # type: ignore[misc]
     assert all(torch.equal(first[k], second[k]) for k in first)

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import xcal
-from support import TINY, xcal_environment, xcal_process
+from support import TINY, xcal_environment
+from xcal.cli.ledger import app
 from xcal.errors import UserError
 from xcal.privacy import ledger as ledgers
 from xcal.privacy.account import Account
@@ -120,18 +122,24 @@ def test_an_unknown_run_is_named(half_spent: Path) -> None:
         analyse(read_rows(half_spent), "x")
 
 
+def command(folder: Path, *words: str) -> str:
+    done = CliRunner().invoke(app, ["analyse", str(folder), *words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_command_on_runs_with_and_without_a_guarantee(tmp_path: Path) -> None:
-    quick: dict[str, Any] = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0}
+    quick: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0}
     xcal.run(tmp_path / "xcal", method="xcal", signal_every=1, **quick)
     xcal.run(tmp_path / "central", method="dp-fedavg", **quick)
-    said = json.loads(xcal_process("ledger", "analyse", str(tmp_path / "xcal"), "--json").stdout)
+    said = json.loads(command(tmp_path / "xcal", "--json", "--no-pld"))
     assert len(said["ledgers"]) == 3
     (run,) = said["ledgers"][0]["runs"]
     assert {m["name"] for m in run["mechanisms"]} == {"gradient", "signal"}
     signal = next(m for m in run["mechanisms"] if m["name"] == "signal")
     assert signal["share"] == pytest.approx(1 / 26, rel=1e-6)  # κ = 5: 1/κ² beside 1
     assert run["left"] == pytest.approx(run["budget"] - run["spent"])
-    text = xcal_process("ledger", "analyse", str(tmp_path / "central"), "--no-pld").stdout
+    text = command(tmp_path / "central", "--no-pld")
     assert "per client" in text
     assert text.count("Σρ = ∞") == 3
     assert "update" in text
