@@ -16,8 +16,7 @@ from xcal.plugins import load_object
 from xcal.privacy.calibration import Plan
 
 METHODS: dict[str, Method] = {
-    m.name: m
-    for m in (CENTRALIZED, FL, FL_DP, AGP, ADAP_DPFL, XCAL_PAPER, XCAL, DP_FEDAVG)
+    m.name: m for m in (CENTRALIZED, FL, FL_DP, AGP, ADAP_DPFL, XCAL_PAPER, XCAL, DP_FEDAVG)
 }
 
 
