@@ -52,6 +52,13 @@ def main() -> None:
     except UserError as error:
         typer.echo(f"xcal: {error}", err=True)
         sys.exit(2)
+    except MemoryError:
+        typer.echo("xcal: There is not enough memory for this: choose smaller sizes.", err=True)
+        sys.exit(2)
+    except OSError as error:  # a disk that is full, or a place that may not be read or written
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"xcal: {where}{error.strerror or 'the system refused'}.", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("\nxcal: interrupted.", err=True)
         sys.exit(130)

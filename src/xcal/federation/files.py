@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,7 +28,35 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
                 os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink()  # half a file is of use to nobody, and takes room
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def append_text(path: Path, text: str) -> None:
+    """Add to a file that only grows; a reader passes over a last line that was cut off."""
+    try:
+        with open(path, "a") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines, without one that was cut off; none without a file."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: it is damaged.") from None
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                lines.append(value)
+    return lines
 
 
 def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
@@ -63,7 +92,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 def lock_folder(folder: Path) -> int:
     """Hold a folder for this process; the lock goes with the process, however it ends."""
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise UserError(f"The run in {folder} cannot be locked: {error.strerror}.") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -19,7 +19,15 @@ from torch import Tensor
 
 from xcal.config import Experiment, read_pinned, to_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, read_tensors, write_bytes, write_json, write_tensors
+from xcal.federation.files import (
+    append_text,
+    read_json,
+    read_tensors,
+    whole_lines,
+    write_bytes,
+    write_json,
+    write_tensors,
+)
 
 PACKAGES = ("xcal-fl", "torch", "numpy", "scipy", "dp-accounting", "safetensors")
 
@@ -85,9 +93,9 @@ class RunFolder:
             "versions": versions(),
             "given": sorted(given),
         }
+        scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             scratch.mkdir()
             text = to_toml(experiment.resolved()).encode()
             about["experiment"] = hashlib.sha256(text).hexdigest()
@@ -98,6 +106,8 @@ class RunFolder:
             scratch.rename(path)
         except OSError as error:
             raise UserError(f"{path} cannot be created: {error.strerror}.") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # there only where something failed
         return RunFolder(path)
 
     @staticmethod
@@ -149,19 +159,11 @@ class RunFolder:
         """Drop the records of rounds that were not completed."""
         path = self.path / name
         if path.exists():
-            lines = [
-                line
-                for line in path.read_text().splitlines()
-                if line.endswith("}") and json.loads(line)["round"] < keep
-            ]
-            write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+            kept = [v for v in whole_lines(path) if v.get("round", keep) < keep]
+            write_bytes(path, "".join(json.dumps(v) + "\n" for v in kept).encode())
 
     def append_lines(self, name: str, values: Sequence[Mapping[str, Any]]) -> None:
-        with open(self.path / name, "a") as file:
-            file.writelines(json.dumps(v) + "\n" for v in values)
+        append_text(self.path / name, "".join(json.dumps(v) + "\n" for v in values))
 
     def read_lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.path / name
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return whole_lines(self.path / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -387,15 +388,14 @@ def _mean_sigma(folder: RunFolder) -> float | None:
 
 
 def _save_predictions(path: Path, images: Images, found: Predictions) -> None:
-    scratch = path.with_name("." + path.name)
-    with open(scratch, "wb") as file:
-        np.savez_compressed(
-            file,
-            id=images.ids,
-            group=images.groups,
-            label=found.labels,
-            predicted=found.predicted,
-            confidence=found.confidence,
-            probabilities=found.probabilities,
-        )
-    scratch.replace(path)
+    packed = io.BytesIO()
+    np.savez_compressed(
+        packed,
+        id=images.ids,
+        group=images.groups,
+        label=found.labels,
+        predicted=found.predicted,
+        confidence=found.confidence,
+        probabilities=found.probabilities,
+    )
+    write_bytes(path, packed.getvalue())

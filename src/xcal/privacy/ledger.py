@@ -14,7 +14,9 @@ import json
 import math
 import os
 import sqlite3
+import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +49,9 @@ from xcal.privacy.ledger_rows import (
     sums_within,
     terms_of,
 )
+
+CLOCK_SLACK = 3600.0
+"""Seconds by which a ledger may lie in the future of the clock: machines differ by minutes."""
 
 _TABLES = """
 CREATE TABLE rows (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL,
@@ -154,13 +159,15 @@ class Ledger:
             raise
 
     def _open(self, expected: Head | None) -> None:
+        self._check_clock()
         head = read_head(self.path)
         try:
             self._connection = connect(self.path, read_only=False)
             rows = load(self._connection, self.path)
         except (sqlite3.Error, ValueError) as error:
             raise refuse(
-                self.path, "cannot be opened for writing: it is damaged or read-only."
+                self.path,
+                "cannot be opened for writing: it is damaged or read-only, or the disk is full.",
             ) from error
         checks = [check_chain(rows), check_head(rows, head)]
         if expected is not None:
@@ -176,8 +183,33 @@ class Ledger:
         self._runs = runs_of(rows)
         self._lifetime_costs: dict[tuple[float, float], float] = {}
         self._lifetime = self._lifetime_filter()
-        _write_head(self.path, self.head)
-        self._head_log = open(head_path(self.path), "a")  # noqa: SIM115 - lives as long as this
+        try:
+            _write_head(self.path, self.head)
+            self._head_log = open(head_path(self.path), "a")  # noqa: SIM115 - lives as long as this
+        except OSError as error:
+            raise refuse(
+                self.path,
+                "cannot be opened for writing: its head file is read-only, or the disk is full.",
+            ) from error
+
+    def _check_clock(self) -> None:
+        """Refuse a ledger that was written in what this machine takes for the future.
+
+        Nothing is computed from the time of day. But a clock that went back is what a machine
+        restored from an old image has, and its ledger may then be old as well: someone should look.
+        """
+        try:
+            written = head_path(self.path).stat().st_mtime
+        except OSError:
+            return  # a missing head file is refused for itself
+        if written > time.time() + CLOCK_SLACK:
+            times = [datetime.fromtimestamp(t, UTC) for t in (written, time.time())]
+            when, now = (f"{t:%Y-%m-%d %H:%M} UTC" for t in times)
+            raise refuse(
+                self.path,
+                f"was last written at {when}, and this machine's clock says {now}: set the clock,"
+                " and make sure that this is the newest copy.",
+            )
 
     def _lifetime_filter(self) -> RenyiFilter | None:
         terms = self.terms
@@ -205,9 +237,12 @@ class Ledger:
         """Release the lock. Safe to call twice."""
         log = getattr(self, "_head_log", None)
         if log is not None:
-            log.close()
-            _write_head(self.path, self.head)
             self._head_log = None  # type: ignore[assignment]
+            # Only tidies: what the head must say was appended row by row, and a ledger that is
+            # ahead of its head is in order.
+            with contextlib.suppress(OSError):
+                log.close()
+                _write_head(self.path, self.head)
         connection = getattr(self, "_connection", None)
         if connection is not None:
             connection.close()
