@@ -15,7 +15,7 @@ from kill_chain import KEYS, Snapshot, compare, examine
 from support import ForkedXcal, sets, warm_up
 
 LONG = os.environ.get("XCAL_FAULTS") == "long"
-RUN = {**KEYS, "rounds": 2}
+RUN = {**KEYS, "rounds": 1}
 
 
 def start(out: Path) -> list[str]:
@@ -33,7 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hit(out: Path, log: Path, prepare: Callable[[], object] | None = None) -> bool:
-    """Run into the fault; whether it was met. Whatever was released by then is paid for."""
+    """Run into the fault; whether it was met."""
     words = ["run", "--resume", str(out)] if out.exists() else start(out)
     code, _, err = ForkedXcal(words, log, prepare).wait()
     assert "Traceback" not in err, err
@@ -44,12 +44,12 @@ def hit(out: Path, log: Path, prepare: Callable[[], object] | None = None) -> bo
         # A folder without its configuration is never left behind, nor half of one beside it.
         assert not out.exists() or (out / "run.json").exists()
         assert [p.name for p in out.parent.iterdir() if p.name.startswith(f".{out.name}.")] == []
-    examine(out, Snapshot())
     return code == 2
 
 
 def mends(out: Path, log: Path, whole: Path) -> None:
-    """Once there is room again the run goes on, and is the one it would have been."""
+    """What was released is paid for; with room again the run is the one it would have been."""
+    examine(out, Snapshot())
     words = ["run", "--resume", str(out)] if out.exists() else start(out)
     code, _, err = ForkedXcal(words, log).wait()
     assert code == 0, err
@@ -71,7 +71,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 # Kilobytes left: none, enough for the folder, for ledgers, for some steps, for some rounds, …
-ROOM = (0, 8, 24, 48, 72, 88, 104, 120) if not LONG else tuple(range(0, 200, 4))
+ROOM = (0, 24, 60, 90) if not LONG else tuple(range(0, 200, 4))
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_disk_full(small_disk: Path, tmp_path: Path, whole: Path) -> None:
     assert met >= len(ROOM) // 2
 
 
-SIZES = (0, 1_000, 20_000, 50_000) if not LONG else tuple(range(0, 200_000, 4_000))
+SIZES = (1_000, 40_000) if not LONG else tuple(range(0, 200_000, 4_000))
 
 
 @pytest.mark.slow
@@ -120,7 +120,6 @@ def test_files_may_not_grow(tmp_path: Path, whole: Path) -> None:
         assert code in (0, 2)
         assert code == 0 or len(err.strip().splitlines()) == 1, err.decode()
         met += code == 2
-        examine(out, Snapshot())
         mends(out, tmp_path / "log", whole)
     assert met >= len(SIZES) // 2
 
@@ -143,7 +142,7 @@ def failing_sync(count: int) -> Callable[[], object]:
     return prepare
 
 
-COUNTS = (1, 3, 9, 14, 22, 30) if not LONG else tuple(range(1, 60))
+COUNTS = (1, 14, 26) if not LONG else tuple(range(1, 60))
 
 
 @pytest.mark.slow

@@ -139,18 +139,18 @@ def test_damaged_data_sets(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for number in rounds(count):
         rng = random.Random(f"{kind} {number}")
         victim.write_bytes(damaged(whole, rng))
-        before = sorted(p for p in home.rglob("*") if p.is_file())
+        before = {p for p in home.rglob("*") if p.is_file() and "lock" not in p.name}
         with within(20, f"{kind} {number}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 import_dataset(given, name="x", pixels=8, skip_bad=bool(number % 2), replace=True)
                 read += 1
-                shutil.rmtree(next(home.rglob("x")), ignore_errors=True)
+                shutil.rmtree(home / "data" / "x")
             except UserError as error:
                 refused += 1
-                one_sentence(error)
-                after = [p for p in home.rglob("*") if p.is_file() and "lock" not in p.name]
-                assert after == [p for p in before if "lock" not in p.name], number
+                assert str(error).strip()  # noqa: PT017 - bad files are told a line each
+                after = {p for p in home.rglob("*") if p.is_file() and "lock" not in p.name}
+                assert after == before, number
     assert refused > 0
 
 

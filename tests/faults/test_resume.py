@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, sets, xcal_environment, xcal_process
+from support import TINY, sets, xcal_environment
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation import local, rounds
@@ -134,30 +134,6 @@ def test_a_finished_round_is_not_paid_twice_under_secure_noise(tmp_path: Path) -
     die("after-reply", 1, tmp_path / "run", {**TINY, "method": "fl-dp", "noise": "secure"})
     xcal.run(tmp_path / "run", resume=True)
     assert set(Counter(charges(tmp_path / "run", "0")).values()) == {1}
-
-
-@pytest.mark.slow
-def test_random_kills_of_the_real_command(tmp_path: Path) -> None:
-    """A few kills at random times; the long chain has a target of its own."""
-    out = tmp_path / "run"
-    words = ["run", *sets(method="xcal", rounds=4), "--out", str(out)]
-    for delay in (4.0, 5.0):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "xcal", *words],
-            env=xcal_environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        if out.exists():
-            words = ["run", "--resume", str(out)]
-    done = xcal_process(*words)
-    assert done.returncode == 0, done.stderr
-    xcal.run(tmp_path / "whole", method="xcal", **{**TINY, "rounds": 4})
-    first, second = model_of(tmp_path / "whole"), model_of(out)
-    assert all(torch.equal(first[k], second[k]) for k in first)
 
 
 def test_resume_works_from_the_first_instant(tmp_path: Path) -> None:

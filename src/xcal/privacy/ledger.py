@@ -29,6 +29,7 @@ from xcal.privacy.ledger_rows import (
     RULES,
     SCHEMA,
     UNITS,
+    UNREADABLE,
     Charge,
     Head,
     Row,
@@ -38,6 +39,7 @@ from xcal.privacy.ledger_rows import (
     charges_of,
     check_chain,
     check_head,
+    check_rows,
     connect,
     covers,
     head_path,
@@ -164,12 +166,12 @@ class Ledger:
         try:
             self._connection = connect(self.path, read_only=False)
             rows = load(self._connection, self.path)
-        except (sqlite3.Error, ValueError) as error:
+        except UNREADABLE as error:
             raise refuse(
                 self.path,
                 "cannot be opened for writing: it is damaged or read-only, or the disk is full.",
             ) from error
-        checks = [check_chain(rows), check_head(rows, head)]
+        checks = [check_chain(rows), check_head(rows, head), check_rows(rows)]
         if expected is not None:
             checks.append(check_head(rows, expected))
         for check in checks:

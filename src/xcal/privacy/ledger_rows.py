@@ -22,6 +22,8 @@ SCHEMA = 1
 GENESIS = "0" * 64
 UNITS = ("record", "group", "client")
 RULES = ("sum", "renyi")
+UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError)
+"""What reading a damaged database and its JSON can raise."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def head_path(path: Path) -> Path:
 def read_head(path: Path) -> Head | None:
     """The newest complete line of the head file beside a ledger; None where there is none."""
     try:
-        text = head_path(path).read_text()
+        text = head_path(path).read_text(errors="replace")
     except FileNotFoundError:
         return None
     for line in reversed(text.split("\n")[:-1]):  # a line without its newline was cut off
@@ -156,18 +158,80 @@ def load(connection: sqlite3.Connection, path: Path) -> list[Row]:
             " update xcal and try again.",
         )
     rows = connection.execute("SELECT seq, kind, body, prev, hash FROM rows ORDER BY seq")
-    return [Row(q, k, json.loads(b), p, h) for q, k, b, p, h in rows]
+    found = [Row(q, k, json.loads(b), p, h) for q, k, b, p, h in rows]
+    if not all(isinstance(row.body, dict) for row in found):
+        raise ValueError("a row's body is no table")
+    return found
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows, unchecked, without taking the lock: for showing."""
+    """All rows, without taking the lock and whether or not they follow from one another."""
     if not path.exists():
         raise refuse(path, "does not exist: check the path.")
     try:
         with contextlib.closing(connect(path, read_only=True)) as connection:
-            return load(connection, path)
-    except (sqlite3.Error, ValueError) as error:
-        raise refuse(path, "cannot be read: it is no ledger, or it is damaged.") from error
+            rows = load(connection, path)
+    except UNREADABLE as error:
+        raise refuse(
+            path, "cannot be read: it is no ledger or damaged, or the disk is full."
+        ) from error
+    check = check_rows(rows)
+    if not check.ok:
+        raise refuse(path, f"cannot be read: row {check.row} {check.problem}.")
+    return rows
+
+
+def _is_number(value: object, *, above: float, most: float = math.inf) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return above < value <= most and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _says_what_it_should(row: Row) -> bool:
+    """Whether a row has the fields of its kind, with values that such a row can have."""
+    body = row.body
+    if row.kind == "create":
+        terms = Terms(**body["terms"])
+        limits = (terms.epsilon, terms.delta, terms.order)
+        return (
+            (terms.unit in UNITS and terms.rule in RULES and isinstance(terms.population, str))
+            and all(v is None or _is_number(v, above=0.0) for v in limits)
+            and (terms.epsilon is None) == (terms.delta is None)
+            and (terms.rule == "sum" or None not in limits)
+        )
+    if not isinstance(body["run"], str):
+        return False
+    if row.kind == "run":
+        run = RunTerms(**body)
+        promise = (run.epsilon, run.delta, run.order, run.budget)
+        whole = all(_is_number(v, above=0.0) for v in promise)
+        return run.unit in UNITS and (whole or promise == (None,) * 4)
+    if row.kind == "charge":
+        charge = charge_of(row)
+        noises = [v for r in charge.releases for v in (r.noise, r.sensitivity)]
+        return (
+            (_is_count(charge.round) and _is_count(charge.step) and len(noises) > 0)
+            and _is_number(charge.rate, above=0.0, most=1.0)
+            and all(_is_number(v, above=0.0) for v in (charge.sigma, *noises))
+            and all(_is_number(v, above=-1.0) for v in (charge.cost, body.get("lifetime_cost", 0)))
+        )
+    return row.kind in ("halt", "unbounded") and _is_count(body["round"])
+
+
+def check_rows(rows: Sequence[Row]) -> Verification:
+    """Whether every row can be understood: editors and writers unlike ours may have been there."""
+    for position, row in enumerate(rows, start=1):
+        try:
+            fine = _says_what_it_should(row) and (row.kind == "create") == (position == 1)
+        except (KeyError, TypeError, ValueError):
+            fine = False
+        if not fine:
+            return Verification(False, len(rows), "says nothing that can be understood", position)
+    return Verification(True, len(rows))
 
 
 def check_chain(rows: Sequence[Row]) -> Verification:
@@ -245,6 +309,9 @@ def check_spending(rows: Sequence[Row]) -> Verification:
         joint = joint_sigma(*(r.noise / r.sensitivity for r in charge.releases))
         if not math.isclose(joint, charge.sigma, rel_tol=1e-9):
             return bad(row, "charges other noise than it releases with")
+        assert run.epsilon is not None and run.delta is not None
+        if run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
+            return bad(row, "charges a run whose budget exceeds its promise")
         expected = cost_at(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")
