@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo static check test bench clean
+.PHONY: help install demo static check test test-faults bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
 	@echo "make test     all checks and tests"
 	@echo "make check    formatter, linter, types, imports, fast tests"
+	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
 	@echo "make bench    step times against peers"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
 
@@ -44,6 +45,12 @@ check: static
 test: static
 	@echo "== All tests =="
 	@$(PYTEST)
+
+test-faults: install
+	@echo "== Faults: damaged files, full disks, hostile servers, at length =="
+	@XCAL_FAULTS=long $(PYTEST) tests/faults tests/properties/test_configurations.py
+	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8
 
 bench: install
 	@echo "== Step times against peers (benchmarks/results) =="
