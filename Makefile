@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo static check test test-faults bench clean
+.PHONY: help install demo static check test test-faults test-web bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
 	@echo "make test     all checks and tests"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
+	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
 
@@ -40,11 +41,17 @@ static: install
 
 check: static
 	@echo "== Fast tests =="
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) --ignore tests/web -m "not slow"
 
 test: static
 	@echo "== All tests =="
-	@$(PYTEST)
+	@$(PYTEST) --ignore tests/web
+
+# Needs a Chromium on the machine (XCAL_CHROMIUM names another than `chromium`).
+test-web: install
+	@echo "== The report in a real browser =="
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[web]'
+	@$(PYTEST) -n 0 tests/web
 
 test-faults: install
 	@echo "== Faults: damaged files, full disks, hostile servers, at length =="

@@ -7,7 +7,19 @@ import sys
 import typer
 
 import xcal
-from xcal.cli import bench, data, demo, evaluate, explain, ledger, panel, plan, run, study
+from xcal.cli import (
+    bench,
+    data,
+    demo,
+    evaluate,
+    explain,
+    ledger,
+    panel,
+    plan,
+    report,
+    run,
+    study,
+)
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -40,6 +52,7 @@ app.command("evaluate")(evaluate.evaluate_command)
 app.command("explain")(explain.explain_command)
 app.command("panel")(panel.panel_command)
 app.command("study")(study.study_command)
+app.command("report")(report.report_command)
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")

@@ -119,11 +119,11 @@ def save_panel(path: Path, folders: Sequence[Path], images: int = 4) -> None:
     shown = choose_images(load_data(run).test, images, len(run.classes))
     if not len(shown):
         raise UserError("There are no test images to show: choose one image or more.")
-    views = [_views(entry.run, shown) for entry in entries]
+    views = [image_views(entry.run, shown) for entry in entries]
     _Figure(entries, views, shown).draw().save(path)
 
 
-def _views(run: LoadedRun, images: Images) -> list[View]:
+def image_views(run: LoadedRun, images: Images) -> list[View]:
     inputs = to_tensor(np.asarray(images.pixels))
     confidence = predict_logits(run.model, inputs).double().softmax(dim=1).nan_to_num(0.0)
     predicted = confidence.argmax(dim=1)

@@ -182,6 +182,7 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
                 if not smoke and "xcal" in methods:
                     parts[1] += [cell("xcal", name, keys) for name, keys in LEVERS.items()]
                 for method in methods:
+                    parts[2].append(cell(method, "", {}))  # before its twin, the balanced weights
                     for name, (a, b, c) in weights.items():
                         changes = {"alpha": a, "beta": b, "gamma": c}
                         parts[2].append(cell(method, name, changes))

@@ -1,0 +1,128 @@
+"""Figures as plain descriptions: drawn by plotly in the report and by matplotlib as vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# One colour a method everywhere (after Okabe and Ito), for light and for dark pages.
+METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp")
+LIGHT = ("#0062a3", "#b84a00", "#00714f", "#8a3b7a", "#57606a", "#1f2328", "#7a5c00", "#b3261e")
+DARK = ("#6cb6ff", "#ff9f5a", "#56d4a8", "#e39ad0", "#9aa4af", "#e6edf3", "#e5c07b", "#ff8a80")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
+
+
+def tone(method: str) -> int:
+    """The colour's number of a method; methods of one's own share what is left."""
+    return METHODS.index(method) if method in METHODS else len(LIGHT) - 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line, or a set of points; `group` is what the legend switches on and off."""
+
+    group: str
+    x: tuple[Any, ...]
+    y: tuple[float | None, ...]
+    tone: int
+    low: tuple[float, ...] = ()  # how far below and above y it may lie
+    high: tuple[float, ...] = ()
+    style: int = 0  # dash and mark
+    mode: str = "lines+markers"
+    label: str = ""  # in hovering, where it says more than the group
+
+    @property
+    def name(self) -> str:
+        return self.label or self.group
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure with its words: `alt` says what can be seen, for those who cannot see it."""
+
+    id: str
+    title: str
+    alt: str
+    x_title: str
+    y_title: str
+    lines: tuple[Line, ...]
+    x_log: bool = False
+    x_ticks: tuple[float, ...] = ()
+    across: bool = False  # points with intervals across, names down the side
+    zero: bool = False  # a line at zero
+    caption: str = ""
+    groups: tuple[str, ...] = field(default=())
+
+    @property
+    def legend(self) -> list[tuple[str, int]]:
+        """Groups in the order they appear, with their colours."""
+        seen: dict[str, int] = {}
+        for line in self.lines:
+            seen.setdefault(line.group, line.tone)
+        return list(seen.items())
+
+    def plotly(self) -> dict[str, Any]:
+        """What the page's script hands to plotly; colours are put in there, by theme."""
+        return {
+            "id": self.id,
+            "data": [self._trace(line) for line in self.lines],
+            "legend": [{"name": name, "tone": number} for name, number in self.legend],
+            "layout": self._layout(),
+        }
+
+    def _trace(self, line: Line) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "type": "scatter",
+            "mode": line.mode,
+            "name": line.name,
+            "meta": {"tone": line.tone, "group": line.group},
+            "line": {"dash": DASHES[line.style % len(DASHES)], "width": 2},
+            "marker": {"symbol": MARKS[line.style % len(MARKS)], "size": 7},
+            "x": list(line.y if self.across else line.x),
+            "y": list(line.x if self.across else line.y),
+            "hovertemplate": f"%{{{'y' if self.across else 'x'}}}"
+            f"<br>{self.x_title if self.across else self.y_title}:"
+            f" %{{{'x' if self.across else 'y'}:.3f}}<extra>{line.name}</extra>",
+        }
+        if line.low:
+            values["error_x" if self.across else "error_y"] = {
+                "type": "data",
+                "symmetric": False,
+                "array": list(line.high),
+                "arrayminus": list(line.low),
+                "thickness": 1.5,
+                "width": 4,
+            }
+        return values
+
+    def _layout(self) -> dict[str, Any]:
+        x: dict[str, Any] = {"title": {"text": self.x_title}, "automargin": True}
+        y: dict[str, Any] = {"title": {"text": self.y_title}, "automargin": True}
+        if self.x_log:
+            x |= {"type": "log"}
+        if self.x_ticks:
+            x |= {"tickvals": list(self.x_ticks), "ticktext": [f"{t:g}" for t in self.x_ticks]}
+        if self.across:
+            y |= {"title": {"text": ""}, "autorange": "reversed", "type": "category"}
+        if self.zero:
+            x |= {"zeroline": True, "zerolinewidth": 2}
+        names = len({v for line in self.lines for v in line.x}) if self.across else 0
+        return {
+            "xaxis": x,
+            "yaxis": y,
+            "showlegend": False,
+            "height": max(320, 90 + 26 * names),
+            "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
+            "hovermode": "closest",
+            "dragmode": "zoom",
+        }
+
+
+def thinned(values: Sequence[Any], most: int = 300) -> list[Any]:
+    """At most `most` of a long series, evenly, its last one included."""
+    if len(values) <= most:
+        return list(values)
+    step = (len(values) - 1) / (most - 1)
+    return [values[round(i * step)] for i in range(most)]

@@ -1,0 +1,293 @@
+"""Finished runs for the report: their numbers, their courses, and where their models look."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from xcal.data.sampling import to_tensor
+from xcal.errors import UserError
+from xcal.explain.overlay import overlay, picture
+from xcal.federation.files import read_json
+from xcal.federation.folder import RunFolder
+from xcal.report.figures import DASHES, Figure, Line, thinned, tone
+from xcal.report.panel import Entry, choose_images, image_views, shared_peak
+from xcal.report.runs import load_data, load_run
+from xcal.studies.tables import NOTHING, Table, epsilon_text
+
+# Beyond so many clients a budget figure is a thicket: the others are said to be left out.
+CLIENTS_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the report needs of a finished run."""
+
+    name: str
+    path: Path
+    result: dict[str, Any]
+    rounds: tuple[dict[str, Any], ...]
+    trace: tuple[dict[str, Any], ...]
+    statement: str
+
+    @property
+    def method(self) -> str:
+        return str(self.result["method"])
+
+
+def read_run(path: Path, name: str) -> RunView:
+    folder = RunFolder.find(path)
+    result = folder.result
+    if result is None:
+        raise UserError(
+            f"The run in {path} is not finished: continue it with `xcal run --resume {path}`."
+        )
+    statement = path / "statement.txt"
+    return RunView(
+        name,
+        path,
+        result,
+        tuple(folder.read_lines("rounds.jsonl")),
+        tuple(folder.read_lines("trace.jsonl")),
+        statement.read_text(encoding="utf-8") if statement.exists() else "",
+    )
+
+
+def _text(value: float | None, digits: int = 3) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def runs_table(runs: Sequence[RunView]) -> Table:
+    rows = []
+    for run in runs:
+        r = run.result
+        rows.append(
+            (
+                run.name,
+                str(r["data"]),
+                str(r["network"]),
+                _text(r["macro_f1"]),
+                _text(r["road"]),
+                epsilon_text(r["epsilon_target"]),
+                _text(r["epsilon_paper"], 2),
+                r["unit"] or NOTHING,
+                _text(r["mean_sigma"]),
+                str(sum(c["steps"] for c in r["clients"])),
+                _text(r["seconds"], 0),
+            )
+        )
+    head = (
+        "run",
+        "data",
+        "network",
+        "macro F1",
+        "ROAD",
+        "ε proved",
+        "ε paper",
+        "unit",
+        "mean σ",
+        "steps",
+        "seconds",
+    )
+    note = (
+        "Macro F1 and ROAD on test images. ε proved: for what ran; ∞ is no guarantee. ε paper: by"
+        " the paper's own accounting. One run each: a difference between two runs proves nothing."
+    )
+    return Table("Runs", head, tuple(rows), note)
+
+
+def course_figures(runs: Sequence[RunView]) -> list[Figure]:
+    """F1 and ROAD by round, σ and signal by step, each client's budget as it was spent."""
+    made = []
+    for key, label in (
+        ("validation_macro_f1", "validation macro F1"),
+        ("road_validation", "validation ROAD"),
+    ):
+        lines, words = [], []
+        for number, run in enumerate(runs):
+            points = [(r["round"] + 1, r[key]) for r in run.rounds if r.get(key) is not None]
+            if points:
+                x, y = zip(*points, strict=True)
+                lines.append(Line(run.name, x, y, _tone(runs, number)))
+                words.append(f"{run.name} from {y[0]:.3f} to {y[-1]:.3f}")
+        if lines:
+            made.append(
+                Figure(
+                    f"rounds-{key.replace('_', '-')}",
+                    f"{label[:1].upper()}{label[1:]} by round",
+                    f"{label} after each round: {'; '.join(words)}.",
+                    "round",
+                    label,
+                    tuple(lines),
+                )
+            )
+    made += _step_figures(runs)
+    budget = _budget_figure(runs)
+    return [*made, *([budget] if budget else [])]
+
+
+def _tone(runs: Sequence[RunView], number: int) -> int:
+    """A method's own colour; where runs share a method, one colour after the other."""
+    methods = [run.method for run in runs]
+    return tone(methods[number]) if len(set(methods)) == len(methods) else number % 8
+
+
+def _by_client(run: RunView) -> dict[str, list[dict[str, Any]]]:
+    clients: dict[str, list[dict[str, Any]]] = {}
+    for line in run.trace:
+        clients.setdefault(str(line["client"]), []).append(line)
+    return clients
+
+
+def _step_figures(runs: Sequence[RunView]) -> list[Figure]:
+    made = []
+    for key, label, alt in (
+        ("sigma", "noise multiplier σ", "The noise multiplier of each step"),
+        ("signal", "released signal", "The released signal of the steps that carry one"),
+    ):
+        lines, words = [], []
+        for number, run in enumerate(runs):
+            for client, steps in list(_by_client(run).items())[:1]:
+                points = [(i + 1, s[key]) for i, s in enumerate(steps) if s.get(key) is not None]
+                if not any(value for _, value in points):  # without noise there is none to show
+                    continue
+                x, y = zip(*thinned(points), strict=True)
+                lines.append(
+                    Line(
+                        run.name,
+                        x,
+                        y,
+                        _tone(runs, number),
+                        mode="lines",
+                        label=f"{run.name}, client {client}",
+                    )
+                )
+                words.append(f"{run.name} between {min(y):.3f} and {max(y):.3f}")
+        if lines:
+            made.append(
+                Figure(
+                    f"steps-{key}",
+                    f"{label[:1].upper()}{label[1:]} over the steps of client 0",
+                    f"{alt}: {'; '.join(words)}.",
+                    "step",
+                    label,
+                    tuple(lines),
+                    caption="All of it was released with noise, or follows from what was."
+                    + (
+                        " A mean of scores, so noise carries it outside 0 to 1."
+                        if key == "signal"
+                        else ""
+                    ),
+                )
+            )
+    return made
+
+
+def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
+    lines, words = [], []
+    for number, run in enumerate(runs):
+        clients = _by_client(run)
+        for k, (client, steps) in enumerate(list(clients.items())[:CLIENTS_SHOWN]):
+            points = [
+                (i + 1, s["share_spent"])
+                for i, s in enumerate(steps)
+                if s.get("share_spent") is not None
+            ]
+            if any(value for _, value in points):
+                x, y = zip(*thinned(points, 120), strict=True)
+                lines.append(
+                    Line(
+                        run.name,
+                        x,
+                        y,
+                        _tone(runs, number),
+                        style=k % len(DASHES),
+                        mode="lines",
+                        label=f"{run.name}, client {client}",
+                    )
+                )
+                words.append(f"{run.name}, client {client}: {100 * y[-1]:.1f} % in {x[-1]} steps")
+    if not lines:
+        return None
+    return Figure(
+        "budget",
+        "Each client's budget as it was spent",
+        f"Share of the privacy budget spent after each step. {'; '.join(words)}.",
+        "step",
+        "share spent, Σρ/R",
+        tuple(lines),
+        caption="1 is the whole budget; the filter lets nobody past it.",
+    )
+
+
+# --- where the models look ------------------------------------------------------------------------
+
+
+def data_uri(drawn: Image.Image) -> str:
+    stream = io.BytesIO()
+    drawn.save(stream, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One picture of the panel."""
+
+    uri: str
+    alt: str
+    caption: str
+    verdict: str  # right, wrong or nothing
+
+
+def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
+    """One row an image: the image, then every run's map over it, on one scale."""
+    if not runs:
+        return []
+    entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
+    first = entries[0].run
+    like = [
+        (r, e)
+        for r, e in zip(runs, entries, strict=True)
+        if (e.run.experiment.data, e.run.experiment.pixels, e.run.classes)
+        == (first.experiment.data, first.experiment.pixels, first.classes)
+    ]
+    images = choose_images(load_data(first).test, count, len(first.classes))
+    views = [image_views(entry.run, images) for _, entry in like]
+    peak = shared_peak(views)
+    colours = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
+    side = max(128, images.pixels.shape[1])
+    rows = []
+    for i in range(len(images)):
+        truth = first.classes[int(images.labels[i])]
+        row = [Tile(data_uri(picture(colours[i], side=side)), f"Test image of {truth}", truth, "")]
+        for (run, _), seen in zip(like, views, strict=True):
+            said = first.classes[seen[i].predicted]
+            drawn = overlay(colours[i], seen[i].saliency, side=side, peak=peak)
+            row.append(
+                Tile(
+                    data_uri(drawn),
+                    f"The same image under {run.name}, its map laid over it; it answers {said}",
+                    f"{run.name}: {said}, {100 * seen[i].confidence:.0f} %",
+                    "right" if said == truth else "wrong",
+                )
+            )
+        rows.append(row)
+    return rows
+
+
+def facts(run: RunView) -> dict[str, Any]:
+    """Where it came from: for the report's last section."""
+    about = read_json(run.path / "run.json")
+    return {
+        "name": run.name,
+        "command": about.get("command"),
+        "commit": about.get("commit"),
+        "versions": about.get("versions", {}),
+    }

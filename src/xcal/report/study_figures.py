@@ -1,0 +1,249 @@
+"""The studies' figures: F1 and ROAD by ε, scaling, ablation, efficiency."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from xcal.report.figures import Figure, Line, tone
+from xcal.studies.analysis import BASELINE, Series, against, course_of, find, lowess
+from xcal.studies.statistics import Measure
+from xcal.studies.store import Results
+from xcal.studies.tables import StudyView, epsilon_text
+
+MEASURES: tuple[tuple[Measure, str], ...] = (
+    ("macro_f1", "macro F1"),
+    ("road", "ROAD, −0.5 to 0.5"),
+)
+
+
+def _id(*words: object) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
+
+
+def _grouped(series: Sequence[Series]) -> dict[tuple[str, str], list[Series]]:
+    groups: dict[tuple[str, str], list[Series]] = {}
+    for one in series:
+        groups.setdefault((one.place.data, one.place.network), []).append(one)
+    return groups
+
+
+def by_epsilon(view: StudyView) -> list[Figure]:
+    """F1 and ROAD against ε, one line a method; methods without noise are level lines."""
+    made = []
+    for (data, network), group in _grouped(view.series).items():
+        finite = sorted({s.place.epsilon for s in group if s.place.epsilon is not None})
+        if not finite:
+            continue
+        for measure, label in MEASURES:
+            lines, words = [], []
+            for method in dict.fromkeys(s.method for s in group):
+                own = [s for s in group if s.method == method]
+                found = [(s, s.summary(measure)) for s in own]
+                known = [(s, f) for s, f in found if f is not None]
+                if not known:
+                    continue
+                if known[0][0].place.epsilon is None:
+                    level = known[0][1].mean
+                    ends = (finite[0] / 1.5, finite[-1] * 1.5)
+                    lines.append(
+                        Line(method, ends, (level, level), tone(method), style=1, mode="lines")
+                    )
+                    words.append(f"{method} (no noise) {level:.3f}")
+                    continue
+                spread = tuple(f.deviation or 0.0 for _, f in known)
+                lines.append(
+                    Line(
+                        method,
+                        tuple(s.place.epsilon for s, _ in known),
+                        tuple(f.mean for _, f in known),
+                        tone(method),
+                        spread,
+                        spread,
+                    )
+                )
+                points = (f"{f.mean:.3f} at ε {epsilon_text(s.place.epsilon)}" for s, f in known)
+                words.append(f"{method} {', '.join(points)}")
+            if lines:
+                made.append(
+                    Figure(
+                        _id("epsilon", data, network, measure),
+                        f"{label.split(',')[0]} by ε: {data}, {network}",
+                        f"{label} against ε on a logarithmic axis. {'; '.join(words)}.",
+                        "ε",
+                        label,
+                        tuple(lines),
+                        x_log=True,
+                        x_ticks=tuple(finite),
+                        caption="Bars are standard deviations over seeds; dashed lines have no"
+                        " guarantee.",
+                    )
+                )
+    return made
+
+
+def scaling(view: StudyView) -> list[Figure]:
+    """F1 and ROAD against the number of clients, one line a method and shift."""
+    made = []
+    for (data, network), group in _grouped(view.series).items():
+        for epsilon in sorted({s.place.epsilon for s in group if s.place.epsilon is not None}):
+            for measure, label in MEASURES:
+                lines = []
+                for shift_number, shift in enumerate(("iid", "label", "covariate")):
+                    for method in dict.fromkeys(s.method for s in group):
+                        own = [
+                            s
+                            for s in group
+                            if (s.method, s.place.partition) == (method, shift)
+                            and s.place.epsilon in (epsilon, None)
+                            and method != "centralized"
+                        ]
+                        points = [(s.place.clients, s.summary(measure)) for s in own]
+                        known = [(n, f) for n, f in points if f is not None]
+                        if known:
+                            spread = tuple(f.deviation or 0.0 for _, f in known)
+                            lines.append(
+                                Line(
+                                    method,
+                                    tuple(n for n, _ in known),
+                                    tuple(f.mean for _, f in known),
+                                    tone(method),
+                                    spread,
+                                    spread,
+                                    style=shift_number,
+                                    label=f"{method}, {shift}",
+                                )
+                            )
+                if lines:
+                    counts = sorted({n for line in lines for n in line.x})
+                    made.append(
+                        Figure(
+                            _id("scaling", data, network, epsilon, measure),
+                            f"{label.split(',')[0]} by clients: {data}, {network}, ε = {epsilon:g}",
+                            f"{label} for {counts[0]} to {counts[-1]} clients, by method and by"
+                            " how unlike the clients are; the numbers are in the table.",
+                            "clients",
+                            label,
+                            tuple(lines),
+                            x_log=True,
+                            x_ticks=tuple(counts),
+                            caption="Solid: alike clients; dashed: label shift; dotted: covariate"
+                            " shift.",
+                        )
+                    )
+    return made
+
+
+def ablation(view: StudyView, results: Results) -> list[Figure]:
+    """Every variant's paired difference of F1 from static noise, with its interval."""
+    made = []
+    places = dict.fromkeys(s.place for s in view.series)
+    for place in places:
+        group = [s for s in view.series if s.place == place]
+        base = find(group, place, BASELINE)
+        lines, words = [], []
+        for method in dict.fromkeys(s.method for s in group if s is not base):
+            names, means, lows, highs = [], [], [], []
+            for one in (s for s in group if s.method == method):
+                found = against(one, base, results)
+                if found is None:
+                    continue
+                d = found.f1
+                names.append(one.name)
+                means.append(d.mean)
+                lows.append(d.mean - d.low)
+                highs.append(d.high - d.mean)
+                words.append(f"{one.name} {d.mean:+.3f} ({d.verdict})")
+            if names:
+                lines.append(
+                    Line(
+                        method,
+                        tuple(names),
+                        tuple(means),
+                        tone(method),
+                        tuple(lows),
+                        tuple(highs),
+                        mode="markers",
+                    )
+                )
+        if lines:
+            where = f"{place.data}, {place.network}, ε = {epsilon_text(place.epsilon)}"
+            made.append(
+                Figure(
+                    _id("ablation", where),
+                    f"Difference from static noise: {where}",
+                    f"Paired difference of macro F1 from {BASELINE}: {'; '.join(words)}.",
+                    f"macro F1 − {BASELINE}",
+                    "",
+                    tuple(lines),
+                    across=True,
+                    zero=True,
+                    caption="95 % intervals; what crosses zero shows no difference.",
+                )
+            )
+    return made
+
+
+def efficiency(view: StudyView) -> list[Figure]:
+    """F1 and ROAD against the share of the budget spent, points and LOWESS."""
+    made = []
+    for (data, network), group in _grouped(view.series).items():
+        for epsilon in dict.fromkeys(s.place.epsilon for s in group):
+            courses = [
+                c for c in map(course_of, (s for s in group if s.place.epsilon == epsilon)) if c
+            ]
+            for measure, label in (("f1", "validation macro F1"), ("road", "validation ROAD")):
+                lines, words = [], []
+                for c in courses:
+                    x = c.share if measure == "f1" else c.road_share
+                    y = c.f1 if measure == "f1" else c.road
+                    method = c.series.method
+                    lines.append(
+                        Line(
+                            method,
+                            tuple(x.tolist()),
+                            tuple(y.tolist()),
+                            tone(method),
+                            mode="markers",
+                        )
+                    )
+                    smooth = lowess(x, y)
+                    lines.append(
+                        Line(
+                            method,
+                            tuple(x.tolist()),
+                            tuple(smooth.tolist()),
+                            tone(method),
+                            mode="lines",
+                            label=f"{method}, smoothed",
+                        )
+                    )
+                    words.append(f"{method} from {y[0]:.3f} to {y[-1]:.3f}, highest {y.max():.3f}")
+                if lines:
+                    made.append(
+                        Figure(
+                            _id("efficiency", data, network, epsilon, measure),
+                            f"{label} by budget: {data}, {network}, ε = {epsilon_text(epsilon)}",
+                            f"{label} against the share of the privacy budget spent:"
+                            f" {'; '.join(words)}.",
+                            "share of the budget spent, Σρ/R",
+                            label,
+                            tuple(lines),
+                            caption="Means over seeds, by round; lines: LOWESS, for the eye.",
+                        )
+                    )
+    return made
+
+
+def figures_of(view: StudyView, results: Results) -> list[Figure]:
+    match view.study:
+        case "privacy-utility":
+            return by_epsilon(view)
+        case "clients":
+            return scaling(view)
+        case "ablation":
+            return ablation(view, results)
+        case "efficiency":
+            return efficiency(view)
+        case _:
+            return []

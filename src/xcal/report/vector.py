@@ -1,0 +1,84 @@
+"""The report's figures as SVG and PDF, for papers; needs the extra `figures` (matplotlib)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xcal.errors import UserError
+from xcal.report.figures import LIGHT, Figure, Line
+from xcal.report.report import Material
+from xcal.report.run_figures import course_figures
+
+_DASHES = ("-", "--", ":", "-.", (0, (8, 3)))
+_MARKS = "osD^P"
+
+
+def save_figures(folder: Path, material: Material) -> int:
+    """Every figure of the report as two vector files; returns how many figures there were."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise UserError(
+            "Vector figures need matplotlib: install it with `pip install 'xcal-fl[figures]'`."
+        ) from None
+    figures = [
+        *(course_figures(material.runs) if material.runs else []),
+        *(f for s in material.studies for f in s.figures),
+    ]
+    # Letters stay letters, so that a journal can set them; nothing global is left changed.
+    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "font.size": 9}):
+        for figure in figures:
+            drawn = Canvas(figsize=(4.5, 3.2), layout="constrained")
+            _draw(drawn.add_subplot(), figure)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for ending in ("svg", "pdf"):
+                    # Without a date, the same results give the same file.
+                    when = {"Date": None} if ending == "svg" else {"CreationDate": None}
+                    drawn.savefig(folder / f"{figure.id}.{ending}", metadata=when)
+            except OSError as error:
+                raise UserError(f"{folder} could not be written: {error.strerror}.") from None
+    return len(figures)
+
+
+def _draw(axes: Any, figure: Figure) -> None:
+    named = set[str]()
+    for line in figure.lines:
+        _draw_line(axes, figure, line, first=line.group not in named)
+        named.add(line.group)
+    if figure.x_log:
+        axes.set_xscale("log")
+    if figure.x_ticks:
+        axes.set_xticks(figure.x_ticks, [f"{t:g}" for t in figure.x_ticks], minor=False)
+        axes.minorticks_off()
+    if figure.across:
+        axes.invert_yaxis()
+    if figure.zero:
+        axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel(figure.x_title)
+    axes.set_ylabel("" if figure.across else figure.y_title)
+    axes.set_title(figure.title, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
+    colour = LIGHT[line.tone % len(LIGHT)]
+    x, y = (line.y, line.x) if figure.across else (line.x, line.y)
+    error = {}
+    if line.low:
+        error["xerr" if figure.across else "yerr"] = [list(line.low), list(line.high)]
+    axes.errorbar(
+        x,
+        y,
+        color=colour,
+        linestyle=_DASHES[line.style % 5] if "lines" in line.mode else "none",
+        marker=_MARKS[line.style % 5] if "markers" in line.mode else "",
+        markersize=4,
+        linewidth=1.4,
+        capsize=2,
+        label=line.group if first else None,
+        **error,
+    )

@@ -1,0 +1,274 @@
+"""From finished cells to what can be said: figures over seeds, paired differences, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.studies.grid import Cell, Grid
+from xcal.studies.paper import printed
+from xcal.studies.scales import PAPER_NETWORK
+from xcal.studies.statistics import Difference, Measure, Summary, compare, summarise
+from xcal.studies.store import CellResult, Results
+
+BASELINE = "fl-dp"
+METHOD_ORDER = ("centralized", "fl", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where methods are compared: the same data, network, federation and ε."""
+
+    data: str
+    network: str
+    epsilon: float | None
+    clients: int
+    partition: str
+    unit: str
+
+    def at(self, epsilon: float | None) -> Place:
+        return Place(self.data, self.network, epsilon, self.clients, self.partition, self.unit)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One method, in one variant, at one place: its finished seeds."""
+
+    place: Place
+    method: str
+    variant: str
+    cells: Mapping[int, CellResult]
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.variant}" if self.variant else self.method
+
+    def summary(self, measure: Measure) -> Summary | None:
+        values = [
+            c.values[measure] for c in self.cells.values() if c.values.get(measure) is not None
+        ]
+        return summarise(values) if values else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A series against a reference over the seeds that both have."""
+
+    series: Series
+    reference: Series
+    f1: Difference
+    road: Difference | None
+
+
+def place_of(cell: Cell) -> Place:
+    keys = cell.keys
+    return Place(
+        str(keys["data"]),
+        str(keys["network"]),
+        cell.epsilon,
+        int(keys.get("clients", 3)),
+        str(keys.get("partition", "iid")),
+        str(keys.get("unit", "record")),
+    )
+
+
+def series_of(found: Mapping[Cell, CellResult]) -> list[Series]:
+    """Finished cells by place, method and variant, in the order they are always shown."""
+    groups: dict[tuple[Place, str, str], dict[int, CellResult]] = {}
+    for cell, result in found.items():
+        if result.finished:
+            variant = "" if cell.variant.startswith(("N = ", "unit", "bound")) else cell.variant
+            groups.setdefault((place_of(cell), cell.method, variant), {})[cell.seed] = result
+    series = [Series(p, m, v, dict(sorted(c.items()))) for (p, m, v), c in groups.items()]
+
+    def rank(one: Series) -> tuple[Any, ...]:
+        p = one.place
+        order = METHOD_ORDER.index(one.method) if one.method in METHOD_ORDER else len(METHOD_ORDER)
+        epsilon = float("inf") if p.epsilon is None else p.epsilon
+        return (p.data, p.network, p.clients, p.partition, p.unit, epsilon, order, one.method)
+
+    return sorted(series, key=rank)
+
+
+def find(series: Iterable[Series], place: Place, method: str, variant: str = "") -> Series | None:
+    for one in series:
+        if (one.place, one.method, one.variant) == (place, method, variant):
+            return one
+    return None
+
+
+def against(ours: Series, reference: Series | None, results: Results) -> Comparison | None:
+    """The paired comparison; None without a common seed."""
+    if reference is None or ours is reference:
+        return None
+    seeds = [s for s in ours.cells if s in reference.cells]
+    if not seeds:
+        return None
+    a = [ours.cells[s] for s in seeds]
+    b = [reference.cells[s] for s in seeds]
+    test = results.test_set(a[0].values["test_set"])
+    road = None
+    if all(c.values.get("road") is not None for c in [*a, *b]):
+        road = compare(a, b, test, "road")
+    return Comparison(ours, reference, compare(a, b, test), road)
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def signed(value: float, digits: int = 3) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def interval(d: Difference, digits: int = 3) -> str:
+    return f"{signed(d.mean, digits)} [{signed(d.low, digits)}, {signed(d.high, digits)}]"
+
+
+def beside_the_paper(found: Comparison) -> str | None:
+    """One plain sentence: what the paper prints of this pair, what came out here."""
+    place, d = found.series.place, found.f1
+
+    def of_paper(method: str) -> float | None:
+        return printed(
+            "macro_f1",
+            place.data,
+            method,
+            place.epsilon,
+            network=place.network,
+            clients=place.clients,
+            partition=place.partition,
+        )
+
+    theirs, base = of_paper(found.series.method), of_paper(found.reference.method)
+    if theirs is None or base is None:
+        return None
+    gain = theirs - base
+    where = f"{place.data}, {place.network}, ε = {place.epsilon:g}"
+    other = "" if place.network in PAPER_NETWORK else " (with EfficientNet-B0)"
+    seeds = f"{d.seeds} seed{'s' if d.seeds > 1 else ''}"
+    said = (
+        f"{where}: the paper prints an F1 difference of {signed(gain)}{other} between XCal-FL and"
+        f" static noise; `{found.series.method}` minus `{found.reference.method}` is"
+        f" {interval(d)} here over {seeds}"
+    )
+    if d.seeds < 2:
+        return said + ": too few for a verdict."
+    if d.verdict == "no difference shown":
+        ruled_out = gain > d.high or gain < d.low
+        tail = ", and one as large as printed is outside the interval" if ruled_out else ""
+        return said + f": no difference shown{tail}."
+    agrees = (gain > 0) == (d.mean > 0)
+    return said + (": the same direction." if agrees else ": the opposite direction.")
+
+
+def answer(comparisons: Sequence[Comparison], what: str) -> str:
+    """The short answer over all places of a study."""
+    said = [c for c in comparisons if c.f1.seeds >= 2]
+    if not said:
+        return f"Too few finished cells to say anything about {what}: two seeds at least."
+    verdicts = [c.f1.verdict for c in said]
+    roads = [c.road.verdict for c in said if c.road is not None]
+
+    def count(words: Sequence[str]) -> str:
+        better, worse = words.count("better"), words.count("worse")
+        rest = len(words) - better - worse
+        return f"better in {better}, worse in {worse}, no difference shown in {rest}"
+
+    comparisons_text = f"{len(said)} comparison{'s' if len(said) > 1 else ''}"
+    text = f"In {comparisons_text} {what}: macro F1 {count(verdicts)}"
+    return text + (f"; ROAD {count(roads)}." if roads else ".")
+
+
+# --- efficiency -----------------------------------------------------------------------------------
+
+
+def lowess(
+    x: NDArray[np.float64], y: NDArray[np.float64], share: float = 0.6
+) -> NDArray[np.float64]:
+    """Cleveland's locally weighted line with tricube weights, at each x; for the eye only."""
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    nearest = max(3, int(np.ceil(share * len(x))))
+    if len(x) < 3:
+        return y.copy()
+    result = np.empty(len(x))
+    for i, here in enumerate(x):
+        distance = np.abs(x - here)
+        reach = np.sort(distance)[min(nearest, len(x)) - 1]
+        weight = (1 - np.clip(distance / max(reach * 1.0001, 1e-12), 0, 1) ** 3) ** 3
+        centre = (weight * x).sum() / weight.sum()
+        spread = (weight * (x - centre) ** 2).sum()
+        level = (weight * y).sum() / weight.sum()
+        slope = (weight * (x - centre) * y).sum() / spread if spread > 1e-12 else 0.0
+        result[i] = level + slope * (here - centre)
+    return result
+
+
+@dataclass(frozen=True)
+class Course:
+    """A series read round by round: means over seeds, at rounds where the value was measured."""
+
+    series: Series
+    share: NDArray[np.float64]  # Σρ/R, the clients' mean, after each round
+    f1: NDArray[np.float64]
+    road_share: NDArray[np.float64]
+    road: NDArray[np.float64]
+    f1_gain: float  # per unit of Σρ/R, from the first to the last round
+    road_gain: float
+    stop_share: float  # mean over seeds of Σρ/R at the ROAD peak …
+    stop_f1: float  # … and what a model stopped there has, on public validation images
+    stop_road: float
+
+
+def course_of(series: Series) -> Course | None:
+    """None where a method has no budget to speak of, or nothing was measured on the way."""
+    shares, f1s, roads, stops = [], [], [], []
+    road_rounds: list[int] = []
+    for result in series.cells.values():
+        rounds = result.values["rounds"]
+        if any(s is None for line in rounds["share"] for s in line) or None in rounds["f1"]:
+            return None
+        road_rounds = [t for t, v in enumerate(rounds["road"]) if v is not None]
+        if len(road_rounds) < 2:
+            return None
+        share = np.array([np.mean(line) for line in rounds["share"]])
+        f1 = np.array(rounds["f1"], float)
+        road = np.array([rounds["road"][t] for t in road_rounds], float)
+        peak = road_rounds[int(road.argmax())]
+        stops.append((share[peak], f1[peak], road.max()))
+        shares.append(share)
+        f1s.append(f1)
+        roads.append(road)
+    if not shares:
+        return None
+    share, f1, road = (np.mean(v, axis=0) for v in (shares, f1s, roads))
+    road_share = share[road_rounds]
+    stop = np.mean(stops, axis=0)
+    return Course(
+        series,
+        share,
+        f1,
+        road_share,
+        road,
+        float((f1[-1] - f1[0]) / (share[-1] - share[0])),
+        float((road[-1] - road[0]) / (road_share[-1] - road_share[0])),
+        float(stop[0]),
+        float(stop[1]),
+        float(stop[2]),
+    )
+
+
+def round_seconds(series: Series) -> list[float]:
+    """A client's seconds a round, one value a run; the first round warms up and is left out."""
+    result = []
+    for cell in series.cells.values():
+        seconds = cell.values["rounds"]["seconds"][1:] or cell.values["rounds"]["seconds"]
+        result.append(float(np.mean(seconds)) / int(cell.keys.get("clients", 1)))
+    return result
+
+
+def of_grid(grid: Grid, results: Results) -> list[Series]:
+    return series_of(results.of_grid(grid))

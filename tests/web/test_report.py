@@ -1,0 +1,190 @@
+"""The report in a real browser: it opens, draws, answers to hands and keys, and fetches nothing.
+
+Run by `make test-web`. Needs playwright (the extra `web`) and a Chromium: the system's, or the one
+that XCAL_CHROMIUM names. XCAL_SHOTS names a folder for pictures of what was seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xcal
+from made_up import made_up_results
+from support import TINY
+from xcal.report.report import save_report
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `web` is not installed")
+CHROMIUM = os.environ.get("XCAL_CHROMIUM") or shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here")
+
+
+@pytest.fixture(scope="module")
+def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("report")
+    for method in ("fl", "fl-dp", "xcal"):
+        xcal.run(base / "runs" / method, method=method, **TINY, signal_every=1)
+    made_up_results(base / "results", seeds=2)
+    save_report(base / "report.html", [base / "runs", base / "results"])
+    return base / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as play:
+        found = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Seen:
+    """A page, with all that went wrong on it and all that it asked for."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.wrong: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", self._said)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri(), timeout=120_000)
+        self.page.wait_for_selector(".plot .main-svg", timeout=120_000)
+
+    def _said(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.wrong.append(message.text)
+
+    def shot(self, name: str, *, whole: bool = True) -> None:
+        if folder := os.environ.get("XCAL_SHOTS"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=whole)
+
+
+LOOKS = {
+    "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 900}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 900}},
+    "phone": {
+        "color_scheme": "light",
+        "viewport": {"width": 375, "height": 812},
+        "has_touch": True,
+        "is_mobile": True,
+    },
+}
+
+
+@pytest.mark.parametrize("look", sorted(LOOKS))
+def test_it_opens_draws_and_fetches_nothing(browser: Any, page_path: Path, look: str) -> None:
+    seen = Seen(browser, page_path, **LOOKS[look])
+    page = seen.page
+    assert seen.wrong == []
+    assert {u for u in seen.asked if not u.startswith("data:")} == {page_path.as_uri()}
+    plots = page.locator(".plot")
+    drawn = page.locator(".plot .scatterlayer .trace")
+    assert plots.count() > 10
+    assert drawn.count() >= plots.count()
+    # Nothing but tables and panels may be wider than the window, and these scroll by themselves.
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+    # plotly offers to upload a figure unless it is told which buttons to have
+    titles = page.locator(".modebar-btn").evaluate_all("b => b.map((x) => x.dataset.title || '')")
+    assert titles and not [t for t in titles if "hare" in t or "loud" in t]
+    seen.shot(look)
+    seen.context.close()
+
+
+def test_a_legend_button_hides_and_shows_its_lines_by_keyboard(
+    browser: Any, page_path: Path
+) -> None:
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    page = seen.page
+    button = page.locator("#legend-budget button", has_text="xcal").first
+    lines = page.locator("#budget .scatterlayer .trace")
+    before = lines.count()
+    button.focus()
+    page.keyboard.press("Space")
+    assert button.get_attribute("aria-pressed") == "false"
+    assert lines.count() == before - 3  # one line a client
+    page.keyboard.press("Enter")
+    assert button.get_attribute("aria-pressed") == "true"
+    assert lines.count() == before
+    assert seen.wrong == []
+    seen.context.close()
+
+
+def test_hovering_tells_and_dragging_zooms(browser: Any, page_path: Path) -> None:
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    page = seen.page
+    plot = page.locator("#rounds-validation-macro-f1")
+    plot.scroll_into_view_if_needed()
+    point = plot.locator(".points path").first.bounding_box()
+    page.mouse.move(point["x"] + 3, point["y"] + 3)
+    page.wait_for_selector("#rounds-validation-macro-f1 .hoverlayer .hovertext", timeout=20_000)
+    ranges = "document.getElementById('rounds-validation-macro-f1').layout.xaxis.range"
+    before = page.evaluate(ranges)
+    box = plot.locator(".nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.3 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    page.mouse.up()
+    page.wait_for_timeout(500)
+    after = page.evaluate(ranges)
+    assert after[1] - after[0] < before[1] - before[0]
+    assert seen.wrong == []
+    seen.context.close()
+
+
+def test_a_picture_enlarges_and_escape_closes_it(browser: Any, page_path: Path) -> None:
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    page = seen.page
+    page.locator(".tile").nth(1).focus()
+    page.keyboard.press("Enter")
+    assert page.locator("dialog[open] img").count() == 1
+    assert page.locator("dialog img").get_attribute("alt")
+    seen.shot("enlarged", whole=False)
+    page.keyboard.press("Escape")
+    assert page.locator("dialog[open]").count() == 0
+    seen.context.close()
+
+
+def test_everything_has_words(browser: Any, page_path: Path) -> None:
+    """Pictures and figures have alternative texts, and text stands out from what is behind it."""
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    page = seen.page
+    assert page.locator("main img:not([alt]), main img[alt='']").count() == 0
+    assert page.locator(".plot:not([aria-label])").count() == 0
+    assert page.locator("h1").count() == 1
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for name in ("--ink", "--faint", "--link", "--right", "--wrong"):
+            assert page.evaluate(CONTRAST, [name, "--page"]) >= 4.5, (scheme, name)
+            assert page.evaluate(CONTRAST, [name, "--card"]) >= 4.5, (scheme, name)
+        for number in range(8):  # lines and marks: graphics need 3
+            assert page.evaluate(CONTRAST, [f"--tone-{number}", "--card"]) >= 3, (scheme, number)
+    seen.context.close()
+
+
+def test_it_prints(browser: Any, page_path: Path, tmp_path: Path) -> None:
+    seen = Seen(browser, page_path, **LOOKS["dark"])
+    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    paper = seen.page.pdf(path=str(tmp_path / "report.pdf"), format="A4")
+    assert len(paper) > 20_000
+    if folder := os.environ.get("XCAL_SHOTS"):
+        shutil.copy(tmp_path / "report.pdf", Path(folder) / "print.pdf")
+    seen.context.close()
+
+
+CONTRAST = """([front, back]) => {
+  const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const light = (hex) => {
+    const parts = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+      .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const [a, b] = [light(value(front)), light(value(back))].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+}"""
