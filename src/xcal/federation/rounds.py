@@ -170,6 +170,9 @@ def _train(
         raise UserError(
             f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused."
         )
+    model = site.build_model()
+    load_weights(model, weights)  # refused before the ledger is touched
+
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     seeded = site.noise.name == "seeded"
     account = Account(ledger, terms, replayable=seeded) if plan is not None else None
@@ -184,8 +187,6 @@ def _train(
                 " remember: restore the home, or start a new run."
             )
 
-    model = site.build_model()
-    load_weights(model, weights)
     optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
     tail = StepAverage(model, steps, experiment.average_steps)
