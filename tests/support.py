@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from xcal.data.images import ImageData, Images
+from xcal.federation import local
+from xcal.federation.folder import RunFolder
+from xcal.federation.setup import Federation
+from xcal.federation.site import Site
 from xcal.methods.fl_dp import StaticNoise
 
 TESTS = Path(__file__).parent
@@ -105,6 +109,11 @@ TINY: dict[str, Any] = {
     "lr": 0.5,
     "threads": 1,
 }
+
+
+def make_sites(folder: RunFolder, federation: Federation) -> list[Site]:
+    """The clients of a simulated federation, before its first round."""
+    return local._make_sites(folder, federation, {})
 
 
 def sets(**changes: Any) -> list[str]:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from support import TINY
+from support import TINY, make_sites
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, server_rule
 from xcal.federation.folder import RunFolder
-from xcal.federation.local import _make_sites
 from xcal.federation.rounds import RoundReply, RoundRequest, Weights, client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.site import Site
@@ -39,7 +38,7 @@ class Scene:
         experiment = make_experiment({**TINY, "method": method})
         self.federation: Federation = prepare(experiment)
         self.folder = RunFolder.create(folder, experiment, [])
-        self.sites: list[Site] = _make_sites(self.folder, self.federation, {})
+        self.sites: list[Site] = make_sites(self.folder, self.federation)
         self.weights: Weights = {
             k: p.detach().clone() for k, p in trainable(self.sites[0].build_model()).items()
         }
