@@ -24,7 +24,7 @@ PAPER_SET = {
     "chest-xray14": "Chest X-rays",
 }
 PAPER_NETWORK = {"efficientnet_b0": "EfficientNet-B0", "resnet18": "ResNet-18"}
-PAPER_PIXELS = {"blood-cells": 150, "ham10000": 128, "chest-xray14": 64}
+PAPER_PIXELS = {"blood-cells": 150, "ham10000": 64, "chest-xray14": 128}
 
 _SIGNAL: Mapping[str, Any] = {
     "q": 0.2,
