@@ -128,22 +128,26 @@ def privacy_utility(scale: Scale, choice: Choice) -> Grid:
 
 
 def clients(scale: Scale, choice: Choice) -> Grid:
-    methods = _methods(choice, ("fl", "fl-dp", "xcal-paper", "xcal"))
+    smoke = scale.name == "smoke"
+    methods = _methods(
+        choice, ("fl-dp", "xcal") if smoke else ("fl", "fl-dp", "xcal-paper", "xcal")
+    )
     networks = choice.networks or tuple(
         n for n in ("efficientnet_b0", "resnet18") if n in scale.by_network
     )
     choice = Choice(
         choice.data, networks or scale.networks, choice.methods, choice.epsilons, choice.seeds
     )
-    counts = (2, 3) if scale.name == "smoke" else (3, 10, 50)
+    counts = (2,) if smoke else (3, 10, 50)
+    shifts = ("iid", "label") if smoke else ("iid", "label", "covariate")
     cells = []
     for data, network in _places(scale, choice):
         for seed in _seeds(scale, network, choice):
             bound = scale.values("centralized", data, network, None, seed)
             cells.append(make_cell(scale.name, bound, scale.explained, "bound"))
             for count in counts:
-                for shift in ("iid", "label", "covariate"):
-                    for epsilon in _chosen(choice.epsilons, (0.5, 5.0)):
+                for shift in shifts:
+                    for epsilon in _chosen(choice.epsilons, (5.0,) if smoke else (0.5, 5.0)):
                         for method in methods:
                             own = None if method in WITHOUT_EPSILON else epsilon
                             values = scale.values(method, data, network, own, seed)
@@ -165,7 +169,7 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
     """Replacements of the signal first: they decide whether the signal does anything."""
     smoke = scale.name == "smoke"
     weights = dict(list(WEIGHTS.items())[:2]) if smoke else WEIGHTS
-    methods = _methods(choice, ("xcal", "xcal-paper"))
+    methods = _methods(choice, ("xcal",) if smoke else ("xcal", "xcal-paper"))
     epsilons = _chosen(choice.epsilons, scale.epsilons[:2])
     parts: list[list[Cell]] = [[], [], [], []]
     for data, network in _places(scale, choice):
@@ -215,7 +219,8 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
 
 def efficiency(scale: Scale, choice: Choice) -> Grid:
     """The same runs as the main tables, read round by round."""
-    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal"))
+    offered = (BASELINE, "agp", "xcal-paper", "xcal")
+    methods = _methods(choice, (BASELINE, "xcal") if scale.name == "smoke" else offered)
     epsilons = _chosen(choice.epsilons, scale.epsilons[:1])
     return Grid(
         "efficiency",
