@@ -21,7 +21,7 @@ from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import RunTerms, Terms
 from xcal.privacy.noise import NoiseKey, NoiseSource, SeededNoise
 from xcal.training import xcal as steps_with_signal
-from xcal.training.clipping import ClippingEngine
+from xcal.training.clipping import Bound, ClippingEngine
 from xcal.training.local import Batch, Bench, LocalData, Optimiser, ReplayKey, digest_tensors
 from xcal.training.steps import clipped_sum, dp_step, release_gradient, sgd_step
 
@@ -69,7 +69,7 @@ def test_no_noise_and_no_clipping_is_plain_sgd(unit: str, kind: str) -> None:
     for step in range(4):
         sgd_step(plain, step)
         sums = clipped_sum(private, private.draw(step))
-        release_gradient(private, step, sums.gradients, 0.0)
+        release_gradient(private, step, sums, 0.0)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(private.model.state_dict()[name], value, rtol=2e-4, atol=2e-5)
 
@@ -141,9 +141,12 @@ def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
     bad = torch.zeros(whole.n_units, dtype=torch.bool)
     bad[2] = True
     bench = bench_with(Fixed(images, whole))
-    _, broken = steps_with_signal._gradient_and_scores(bench, 0, with_nan(whole, 2), rule)
-    _, everyone = steps_with_signal._gradient_and_scores(bench, 0, whole, rule)
-    alone = steps_with_signal._gradient_and_scores(bench, 0, whole.without(~bad), rule)[1]
+
+    def centred(batch: Batch) -> float:
+        return steps_with_signal._gradient_and_scores(bench, 0, batch, rule, Bound(1.0))[1]
+
+    broken, everyone = centred(with_nan(whole, 2)), centred(whole)
+    alone = centred(whole.without(~bad))
     assert everyone - broken == pytest.approx(alone, abs=1e-6)
 
 

@@ -76,7 +76,7 @@ def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
         state, _ = agp_step(
             mine, step, sigma=0.8, share=0.0, layer=cam_layer_of(mine.model), state=state
         )
-        release_gradient(base, step, clipped_sum(base, base.draw(step)).gradients, 0.8)
+        release_gradient(base, step, clipped_sum(base, base.draw(step)), 0.8)
     for name, value in mine.model.state_dict().items():
         assert torch.equal(value, base.model.state_dict()[name])
 

@@ -168,7 +168,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     if clips_units(method):  # refuse an unfit network before anything is charged
         network = build_network(experiment, len(data.classes))
         if isinstance(method, ChoosyMethod):
-            method.check_network(network)
+            method.check_network(network, experiment)
         ClippingEngine(network)
         _check_independence(network, train.pixels.shape[1])
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):

@@ -46,7 +46,7 @@ class AdaptiveGradientProtection:
         self.sigma(experiment, units, own_rounds)  # refuses a target that no noise reaches
         return None
 
-    def check_network(self, network: nn.Module) -> None:
+    def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         require_trained(network, self.name)
 
     def load_state(self, saved: dict[str, Any] | None) -> AgpState:

@@ -103,7 +103,7 @@ class CentralMethod(Method, Protocol):
 class ChoosyMethod(Protocol):
     """A method that some networks do not suit: they are refused before anything is charged."""
 
-    def check_network(self, network: nn.Module) -> None:
+    def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         """Raises `UserError` where the method cannot work with this network."""
         ...
 

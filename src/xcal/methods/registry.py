@@ -5,7 +5,9 @@ from __future__ import annotations
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
 from xcal.methods.adap_dpfl import ADAP_DPFL
+from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
 from xcal.methods.agp import AGP
+from xcal.methods.agp_dp import AGP_DP
 from xcal.methods.base import CentralMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
 from xcal.methods.fl_dp import FL_DP
@@ -16,7 +18,19 @@ from xcal.plugins import load_object
 from xcal.privacy.calibration import Plan
 
 METHODS: dict[str, Method] = {
-    m.name: m for m in (CENTRALIZED, FL, FL_DP, AGP, ADAP_DPFL, XCAL_PAPER, XCAL, DP_FEDAVG)
+    m.name: m
+    for m in (
+        CENTRALIZED,
+        FL,
+        FL_DP,
+        AGP,
+        AGP_DP,
+        ADAP_DPFL,
+        ADAPTIVE_CLIP,
+        XCAL_PAPER,
+        XCAL,
+        DP_FEDAVG,
+    )
 }
 
 

@@ -19,6 +19,7 @@ from xcal.privacy.accounting import (
 )
 
 SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
+COUNT_SENSITIVITY = 0.5  # Σ(1[norm ≤ C] − ½): likewise
 GRID_RATIO = 1.002  # neighbouring multipliers of the public grid differ by 0.2 %
 GRID_REACH = 100.0  # the grid ends at 100 × the static σ
 SUM_SLACK = 1e-9  # share of the budget kept free for the upward rounding of K additions
@@ -63,6 +64,7 @@ class Plan:
     signal_price: float
     epsilon_gradient: float | None = None  # xcal-paper: the two shares of ε and of δ
     epsilon_signal: float | None = None
+    sigma_count: float | None = None  # quantile clipping: deviation of the noise on the count
     warnings: tuple[str, ...] = ()
 
     @property
@@ -263,20 +265,40 @@ def plan_static(shape: PlanShape, method: str = "fl-dp") -> Plan:
     )
 
 
+def joint_factor(kappa: float | None = None, kappa_b: float | None = None) -> float:
+    """σ_t/σ_eff of a step that also releases a signal priced by κ or a count priced by κ_b.
+
+    With σ_s = κ·Δ_u·σ_t and σ_b = κ_b·σ_t, 1/σ_eff² = 1/σ_t² + Δ_u²/σ_s² + 1/(2σ_b)² gives
+    √(1 + 1/κ² + 1/(2κ_b)²). None: not released.
+    """
+    signal = 0.0 if kappa is None else 1 / kappa**2
+    count = 0.0 if kappa_b is None else (COUNT_SENSITIVITY / kappa_b) ** 2
+    return math.sqrt(1 + signal + count)
+
+
 def signal_factor(kappa: float) -> float:
-    """σ_t/σ_eff of a step that carries a signal priced by κ: √(1 + 1/κ²)."""
-    return math.sqrt(1 + 1 / kappa**2)
+    """σ_t/σ_eff of a step that carries a signal priced by κ and nothing else."""
+    return joint_factor(kappa)
 
 
-def plan_xcal(shape: PlanShape, *, kappa: float, w: float, signal: bool = True) -> Plan:
+def plan_xcal(
+    shape: PlanShape,
+    *,
+    kappa: float,
+    w: float,
+    signal: bool = True,
+    kappa_b: float | None = None,
+) -> Plan:
     """Our method: the signal rides on the gradient's batch, and moves shares of what is left.
 
     `sigma_ref`, `sigma_min`, `sigma_max` are the first step's multipliers at m = 1, 1 + w, 1 − w.
+    `kappa_b`: the count of units within the clipping norm is released too.
     """
+    require(kappa_b is None or kappa_b > 0, f"kappa_b must be positive, not {kappa_b}: try 5.")
     require(kappa > 0, f"kappa must be positive, not {kappa}: 5 is the default.")
     require(0 <= w < 1, f"w must lie in [0, 1), not {w}: 0.5 is the default.")
     static = calibrate(shape.epsilon, shape.delta, shape.sample_rate, shape.steps)
-    factor = signal_factor(kappa) if signal else 1.0
+    factor = joint_factor(kappa if signal else None, kappa_b)
     plan = _plan(
         shape,
         "xcal",
@@ -287,6 +309,7 @@ def plan_xcal(shape: PlanShape, *, kappa: float, w: float, signal: bool = True) 
         sigma_min=static.sigma * factor,
         sigma_max=static.sigma * factor,
         sigma_signal=kappa * SCORE_SENSITIVITY * static.sigma * factor if signal else None,
+        sigma_count=None if kappa_b is None else kappa_b * static.sigma * factor,
         signal_price=factor - 1,
     )
     table = plan.table()

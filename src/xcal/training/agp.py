@@ -50,8 +50,9 @@ def agp_step(
     if state.channels is None:
         state = AgpState(most_important(channel_importance(bench), share) if share > 0 else ())
     assert state.channels is not None
-    sums = clipped_sum(bench, bench.draw(step)).gradients
-    noisy = release_tensors(sums, sigma * bench.clip, bench.noise, bench.key(step, "gradient"))
+    clipped = clipped_sum(bench, bench.draw(step))
+    sums, scale = clipped.gradients, sigma * clipped.bound.sensitivity
+    noisy = release_tensors(sums, scale, bench.noise, bench.key(step, "gradient"))
     spared = torch.tensor(state.channels, dtype=torch.long)
     for name in layer.convolution:
         noisy[name][spared] = sums[name][spared]

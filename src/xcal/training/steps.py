@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xcal.privacy.ledger_rows import Release
 from xcal.privacy.noise import release_tensors
-from xcal.training.clipping import ClippedSum, joined
+from xcal.training.clipping import Bound, ClippedSum, joined
 from xcal.training.inputs import Rows
 from xcal.training.local import Batch, Bench, StepRecord, trainable
 
@@ -46,9 +46,15 @@ def _forward(
     return split.go_on, rows.activations()
 
 
-def clipped_sum(bench: Bench, batch: Batch, capture: str | None = None) -> ClippedSum:
-    """The sum of the batch's clipped unit gradients; what is not finite contributes exactly 0."""
+def clipped_sum(
+    bench: Bench, batch: Batch, bound: Bound | None = None, *, capture: str | None = None
+) -> ClippedSum:
+    """The sum of the batch's clipped unit gradients; what is not finite contributes exactly 0.
+
+    Units are held to `bound`, by default to the configured norm in the plain geometry.
+    """
     assert bench.engine is not None
+    bound = bound or Bound(bench.clip)
     parts = []
     for first, last, part in _in_portions(bench, batch):
         forward, inputs = _forward(bench, part, capture)
@@ -56,7 +62,8 @@ def clipped_sum(bench: Bench, batch: Batch, capture: str | None = None) -> Clipp
             bench.engine.clipped_sum(
                 inputs,
                 part.labels,
-                clip=bench.clip,
+                clip=bound.norm,
+                geometry=bound.geometry,
                 units=part.units - first,
                 n_units=last - first,
                 capture=capture,
@@ -84,29 +91,43 @@ def _in_portions(bench: Bench, batch: Batch) -> Iterator[tuple[int, int, Batch]]
             first, taken = unit + 1, ends[unit]
 
 
-def release_gradient(bench: Bench, step: int, sums: dict[str, Tensor], sigma: float) -> None:
-    """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser."""
-    scale = sigma * bench.clip if sigma > 0 else 0.0  # σ = 0 with C = ∞ is plain SGD, not NaN
-    noisy = release_tensors(sums, scale, bench.noise, bench.key(step, "gradient"))
-    bench.optimiser.step({name: value.div_(bench.batch) for name, value in noisy.items()})
+def gradient_release(bound: Bound, sigma: float) -> Release:
+    """What the ledger records of the gradient: noise σC on a sum that one unit moves by C."""
+    return Release("gradient", sigma * bound.sensitivity, bound.sensitivity)
 
 
-def dp_step(bench: Bench, step: int, *, sigma: float, cost: float) -> StepRecord:
+def release_gradient(bench: Bench, step: int, sums: ClippedSum, sigma: float) -> None:
+    """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser.
+
+    C is what the sum was really clipped to. Noise and the public grid belong to the scaled space;
+    going back from there is post-processing.
+    """
+    scale = sigma * sums.bound.sensitivity if sigma > 0 else 0.0  # σ = 0, C = ∞: SGD, not NaN
+    noisy = release_tensors(sums.gradients, scale, bench.noise, bench.key(step, "gradient"))
+    gradient = sums.bound.geometry.undo(noisy)
+    bench.optimiser.step({name: value.div_(bench.batch) for name, value in gradient.items()})
+
+
+def dp_step(
+    bench: Bench, step: int, *, sigma: float, cost: float, bound: Bound | None = None
+) -> StepRecord:
     """One DP-SGD step at a multiplier fixed beforehand: charge, draw, clip, release.
 
-    An empty draw is a noise-only step, charged like any other.
+    `bound` must be fixed beforehand too. An empty draw is a noise-only step, charged like any
+    other.
     """
     assert bench.account is not None
+    bound = bound or Bound(bench.clip)
     bench.account.pay(
         bench.round,
         step,
         rate=bench.rate,
         sigma=sigma,
         cost=cost,
-        releases=(Release("gradient", sigma * bench.clip, bench.clip),),
-        inputs=bench.inputs(step, sigma),
+        releases=(gradient_release(bound, sigma),),
+        inputs=bench.inputs(step, sigma, bound.norm, bound.geometry.digest()),
     )
     batch = bench.draw(step)
-    sums = clipped_sum(bench, batch)
-    release_gradient(bench, step, sums.gradients, sigma)
+    sums = clipped_sum(bench, batch, bound)
+    release_gradient(bench, step, sums, sigma)
     return StepRecord(bench.round, step, sigma, None, bench.account.filter.share_spent)

@@ -27,13 +27,20 @@ from xcal.privacy.accounting import (
     cost_profile,
     joint_sigma,
 )
-from xcal.privacy.calibration import SCORE_SENSITIVITY, Plan, signal_factor
+from xcal.privacy.calibration import SCORE_SENSITIVITY, Plan, joint_factor
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger_rows import Release
 from xcal.privacy.noise import release_scalar
-from xcal.training.clipping import ClippedSum
+from xcal.training.adaptive import (
+    QuantileRule,
+    contributing_units,
+    count_release,
+    release_fraction,
+)
+from xcal.training.clipping import Bound, ClippedSum
+from xcal.training.geometry import ChannelRule, round_geometry
 from xcal.training.local import Batch, Bench, StepRecord, mean_by_unit
-from xcal.training.steps import clipped_sum, release_gradient
+from xcal.training.steps import clipped_sum, gradient_release, release_gradient
 
 # --- ours -----------------------------------------------------------------------------------------
 
@@ -54,6 +61,8 @@ class XcalRule:
     signal_fraction: float = 1.0
     with_signal: bool = True
     source: str = "model"  # what stands in the signal's place: "constant", "noise" or "decay"
+    channels: ChannelRule | None = None  # where the noise goes; None: alike everywhere
+    quantile: QuantileRule | None = None  # how C follows the norms; None: it is fixed
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,19 @@ class XcalState:
     fast: float = 0.0  # exponential averages of the released mean, started at 0 …
     slow: float = 0.0
     signals: int = 0  # … and corrected by how many releases they hold
+    clip: float | None = None  # C of the next step, where it follows a quantile
+    channels: tuple[int, ...] | None = None  # spared in this round, by the weights received
 
     def updated(self, mean: float, rule: XcalRule) -> XcalState:
-        return XcalState(
-            (1 - rule.tau) * self.fast + rule.tau * mean,
-            (1 - rule.slow_tau) * self.slow + rule.slow_tau * mean,
-            self.signals + 1,
+        return replace(
+            self,
+            fast=(1 - rule.tau) * self.fast + rule.tau * mean,
+            slow=(1 - rule.slow_tau) * self.slow + rule.slow_tau * mean,
+            signals=self.signals + 1,
         )
+
+    def new_round(self) -> XcalState:
+        return replace(self, channels=None)  # all else lives on
 
 
 def smoothing_noise(rule: XcalRule) -> float:
@@ -122,26 +137,49 @@ def next_effective_sigma(
     return float(table.sigmas[k]), float(table.costs[k])
 
 
+def next_bound(bench: Bench, rule: XcalRule, state: XcalState) -> tuple[XcalState, Bound]:
+    """C and D of the next step, from earlier releases and the round's received weights only."""
+    clip = bench.clip
+    if rule.quantile is not None:
+        clip = rule.quantile.start if state.clip is None else state.clip
+    if rule.channels is None:
+        return state, Bound(clip)
+    if state.channels is None:  # the round's first step: the model is still the one received
+        state = replace(state, channels=rule.channels.choose(bench.model))
+    assert state.channels is not None
+    return state, Bound(clip, round_geometry(bench.model, rule.channels, state.channels))
+
+
 def xcal_step(
     bench: Bench, step: int, rule: XcalRule, state: XcalState
 ) -> tuple[XcalState, StepRecord]:
-    """One step of our method: one joint release of gradient and signal, used one step later."""
+    """One step of our method: one joint release of gradient, signal and count, used one step later.
+
+    Where the noise goes and how C is chosen are parts of the rule, each of them optional.
+    """
     assert bench.account is not None
     plan, table = rule.plan, rule.plan.table()
     number = bench.first_step + step
+
+    # 0. What one unit may contribute, and where the noise goes: C and D.
+    state, bound = next_bound(bench, rule, state)
 
     # 1. σ is fixed by what was released before this step: the signal read here acts on the next.
     carries_signal = rule.with_signal and number % rule.signal_every == 0
     sigma_eff, cost = next_effective_sigma(
         state, rule, bench.account.filter.spent, plan.steps - number, table
     )
-    sigma = sigma_eff * (signal_factor(rule.kappa) if carries_signal else 1.0)
+    kappa_b = None if rule.quantile is None else rule.quantile.kappa_b
+    sigma = sigma_eff * joint_factor(rule.kappa if carries_signal else None, kappa_b)
     sigma_signal = rule.kappa * SCORE_SENSITIVITY * sigma
-    releases = [Release("gradient", sigma * bench.clip, bench.clip)]
+    sigma_count = None if kappa_b is None else kappa_b * sigma
+    releases = [gradient_release(bound, sigma)]
     if carries_signal:
         releases.append(Release("signal", sigma_signal, SCORE_SENSITIVITY))
+    if sigma_count is not None:
+        releases.append(count_release(sigma_count))
 
-    # 2. Charge, durably: one subsampled Gaussian, 1/σ_eff² = 1/σ² + Δ_u²/σ_s².
+    # 2. Charge, durably: one subsampled Gaussian, 1/σ_eff² = 1/σ² + Δ_u²/σ_s² + 1/(2σ_b)².
     bench.account.pay(
         bench.round,
         step,
@@ -149,47 +187,63 @@ def xcal_step(
         sigma=sigma_eff,
         cost=cost,
         releases=tuple(releases),
-        inputs=bench.inputs(step, sigma, sigma_signal, carries_signal, rule.signal, rule.source),
+        inputs=bench.inputs(
+            step,
+            (sigma, sigma_signal, sigma_count),
+            (bound.norm, bound.geometry.digest()),
+            (carries_signal, rule.signal, rule.source),
+        ),
     )
 
-    # 3. One Poisson batch gives both: clipped gradients, and the score of every drawn unit.
+    # 3. One Poisson batch gives all: clipped gradients, their norms, the score of every unit.
     batch = bench.draw(step)
     if carries_signal and rule.source == "model":
-        sums, centred = _gradient_and_scores(bench, step, batch, rule)
+        sums, centred, counted = _gradient_and_scores(bench, step, batch, rule, bound)
     else:  # a replaced signal costs the same and says nothing of the images
-        sums, centred = clipped_sum(bench, batch), 0.0
+        sums, centred = clipped_sum(bench, batch, bound), 0.0
+        counted = contributing_units(sums, batch)
 
-    # 4. Release both; the optimiser and the averages see nothing else.
+    # 4. Release them; the optimiser, the averages and the next C see nothing else.
     mean = None
     if carries_signal:
         noisy = release_scalar(centred, sigma_signal, bench.noise, bench.key(step, "signal"))
         mean = 0.5 + noisy / (rule.signal_fraction * bench.batch)
         mean = 0.5 if rule.source == "constant" else mean
         state = state.updated(mean, rule)
-    release_gradient(bench, step, sums.gradients, sigma)
-    return state, StepRecord(bench.round, step, sigma, mean, bench.account.filter.share_spent)
+    if rule.quantile is not None and sigma_count is not None:
+        fraction = release_fraction(bench, step, sums, counted, sigma_count)
+        state = replace(state, clip=rule.quantile.following(bound.norm, fraction))
+    release_gradient(bench, step, sums, sigma)
+    return state, StepRecord(
+        bench.round,
+        step,
+        sigma,
+        mean,
+        bench.account.filter.share_spent,
+        clip=None if rule.quantile is None else bound.norm,
+    )
 
 
 def _gradient_and_scores(
-    bench: Bench, step: int, batch: Batch, rule: XcalRule
-) -> tuple[ClippedSum, float]:
-    """The clipped sum and Σ(u − ½) over the units that enter the signal.
+    bench: Bench, step: int, batch: Batch, rule: XcalRule, bound: Bound
+) -> tuple[ClippedSum, float, NDArray[np.bool_]]:
+    """The clipped sum, Σ(u − ½) over the units that enter the signal, and which units count.
 
-    A unit whose gradient or score is not finite contributes exactly 0 to both.
+    A unit whose gradient or score is not finite contributes exactly 0 to everything.
     """
     entering = np.ones(batch.n_units, dtype=bool)
     if rule.signal_fraction < 1:
         uniforms = bench.noise.uniforms(bench.key(step, "entering"), batch.n_units)
         entering = uniforms < rule.signal_fraction
-    sums, parts, chosen = _forward(bench, batch, entering, rule.signal)
+    sums, parts, chosen = _forward(bench, batch, entering, rule.signal, bound)
     u = scores(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
     broken = _broken_units(sums, parts, batch, chosen)
     if bool((broken & ~sums.dropped.cpu().numpy()).any()):
         bad = torch.from_numpy(broken).to(batch.units.device)
-        sums = clipped_sum(bench, batch.without(bad))
+        sums = clipped_sum(bench, batch.without(bad), bound)
     by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
-    present = np.bincount(batch.units.cpu().numpy(), minlength=batch.n_units) > 0
-    return sums, centred_sum(by_unit, entering & present & ~broken)
+    counted = contributing_units(sums, batch) & ~broken
+    return sums, centred_sum(by_unit, entering & counted), counted
 
 
 def centred_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
@@ -198,10 +252,14 @@ def centred_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> flo
 
 
 def _forward(
-    bench: Bench, batch: Batch, entering: NDArray[np.bool_], settings: SignalSettings
+    bench: Bench,
+    batch: Batch,
+    entering: NDArray[np.bool_],
+    settings: SignalSettings,
+    bound: Bound,
 ) -> tuple[ClippedSum, Components, Tensor]:
     """Clipped sum, signal components and the images they belong to, from one training forward."""
-    sums = clipped_sum(bench, batch, capture=str(bench.model.cam_layer))
+    sums = clipped_sum(bench, batch, bound, capture=str(bench.model.cam_layer))
     chosen = torch.from_numpy(entering).to(batch.units.device)[batch.units]
     if batch.plain is not None:
         chosen &= batch.plain  # the signal is that of the image as it is
@@ -340,7 +398,8 @@ def paper_step(
     sigma_low = float(band.sigmas[low])
 
     # Charge (σ_s, σ_low), durably: a larger σ_step is a post-processing of this release.
-    releases = [Release("gradient", sigma_low * bench.clip, bench.clip)]
+    bound = Bound(bench.clip)
+    releases = [gradient_release(bound, sigma_low)]
     if plan.sigma_signal is not None:
         releases.append(Release("signal", plan.sigma_signal, 1.0))
     account.pay(
@@ -350,22 +409,22 @@ def paper_step(
         sigma=float(band.joint_sigmas[low]),
         cost=float(band.joint_costs[low]),
         releases=tuple(releases),
-        inputs=bench.inputs(step, sigma_low, plan.sigma_signal, state.s, rule.signal),
+        inputs=bench.inputs(step, sigma_low, plan.sigma_signal, state.s, rule.signal, bound.norm),
     )
 
     batch = bench.draw(step)  # line 5
     s = state.s
     signal = None
     if plan.sigma_signal is None:
-        sums = clipped_sum(bench, batch)
+        sums = clipped_sum(bench, batch, bound)
     else:
         # lines 6–8: prediction, Grad-CAM and top-q mask, from the training forward
         everyone = np.ones(batch.n_units, dtype=bool)
-        sums, parts, chosen = _forward(bench, batch, everyone, rule.signal)
+        sums, parts, chosen = _forward(bench, batch, everyone, rule.signal, bound)
         broken = _broken_units(sums, parts, batch, chosen)
         if bool((broken & ~sums.dropped.cpu().numpy()).any()):
             bad = torch.from_numpy(broken).to(batch.units.device)
-            sums = clipped_sum(bench, batch.without(bad))
+            sums = clipped_sum(bench, batch.without(bad), bound)
         # lines 9–13: Δℓ, m, c and s_raw, clipped to [0, 1]; broken units are as good as absent
         whole = torch.from_numpy(~broken).to(batch.units.device)[batch.units[chosen]]
         raw = batch_score(
@@ -392,5 +451,5 @@ def paper_step(
     state = PaperState(s, tuple((spent + band.paper_costs[k]).tolist()), signals)
     # lines 22–25: clip, add noise, update
     sigma = float(band.sigmas[k])
-    release_gradient(bench, step, sums.gradients, sigma)
+    release_gradient(bench, step, sums, sigma)
     return state, StepRecord(bench.round, step, sigma, signal, account.filter.share_spent)

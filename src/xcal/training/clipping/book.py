@@ -15,6 +15,7 @@ from xcal.training.clipping.convolution import (
     per_image_weight_gradient,
     summed_weight_gradient,
 )
+from xcal.training.clipping.geometry import PLAIN, Geometry
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,28 @@ class Book:
     A parameter used once by a dense layer may be kept as a pair (input, output gradient); one used
     several times is always kept as explicit rows, one per unit, summed over its uses, so that the
     norm is that of the whole gradient.
+
+    All that comes out is scaled by `geometry`. A gradient is linear in the output gradient of its
+    layer, so weights of channels are multiplied into that on the way in (`by_channel`); a weight of
+    a whole parameter is multiplied into norms and sums on the way out.
     """
 
-    def __init__(self, units: Units, device: torch.device) -> None:
+    def __init__(self, units: Units, device: torch.device, geometry: Geometry = PLAIN) -> None:
         self.units = units
+        self._geometry = geometry
         self._device = device
         self.uses: Counter[str] = Counter()
         self._rows: dict[str, Tensor] = {}
         self._pairs: dict[str, _Pair] = {}
 
+    def by_channel(self, name: str, g: Tensor) -> Tensor:
+        """An output gradient (B, channels, …) times the weights of the parameter's channels."""
+        weights = self._geometry.channel_weights(name, g)
+        return g if weights is None else g * weights.view(-1, *[1] * (g.dim() - 2))
+
     def add_rows(self, name: str, per_image: Tensor) -> None:
-        """Record explicit gradients of one use of a parameter, one per image, (B, N)."""
-        self.add_parts(name, per_image.unsqueeze(0))
+        """Record explicit gradients of one use of a scale or shift, per image, (B, channels)."""
+        self.add_parts(name, self.by_channel(name, per_image).unsqueeze(0))
 
     def add_parts(self, name: str, per_image: Tensor) -> None:
         """Record explicit gradients in parts (T, B, N), see `per_image_weight_gradient`."""
@@ -106,30 +117,33 @@ class Book:
             self._pairs[name] = _Pair(g.detach(), x.detach(), shape, patches)
 
     def squared_norms(self) -> Tensor:
-        """The squared norm of every unit's whole gradient, in float64."""
+        """The squared norm of every unit's whole scaled gradient, in float64."""
         total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
-        for parts in self._rows.values():
-            total += squared_lengths(parts).sum(0)
+        for name, parts in self._rows.items():
+            total += self._geometry.one_weight(name) ** 2 * squared_lengths(parts).sum(0)
         if self._pairs:
             buckets = self.units.by_size()
-            for pair in self._pairs.values():
+            for name, pair in self._pairs.items():
+                squared = self._geometry.one_weight(name) ** 2
                 for unit_ids, image_ids in buckets:
-                    total[unit_ids] += self._pair_norms(pair, image_ids)
+                    total[unit_ids] += squared * self._pair_norms(pair, image_ids)
         return total
 
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
-        """The sum over units of factor times gradient, by parameter name, in the parameter's order.
+        """The sum over units of factor times scaled gradient, by name, in the parameter's order.
 
         Forgets each entry as it is used, so that memory falls while the sums are formed.
         """
         sums: dict[str, Tensor] = {}
         for name in list(self._rows):
             parts = self._rows.pop(name)
-            sums[name] = (factors.to(parts.dtype) @ parts).T.contiguous()
+            weighted = factors * self._geometry.one_weight(name)
+            sums[name] = (weighted.to(parts.dtype) @ parts).T.contiguous()
         per_image = self.units.per_image(factors)
         for name in list(self._pairs):
             pair = self._pairs.pop(name)
-            scaled = pair.g * per_image.to(pair.g.dtype).view(-1, 1, 1, 1)
+            weighted = per_image * self._geometry.one_weight(name)
+            scaled = pair.g * weighted.to(pair.g.dtype).view(-1, 1, 1, 1)
             sums[name] = summed_weight_gradient(scaled, pair.x, pair.shape, pair.patches)
         return sums
 

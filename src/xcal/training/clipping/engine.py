@@ -13,7 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from xcal.errors import UserError
 from xcal.training.clipping.book import Units
-from xcal.training.clipping.recorder import record
+from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
+from xcal.training.clipping.recorder import Recorded, record
 
 # A module of another kind may stand in the network, but nothing in it may train.
 _TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
@@ -30,21 +31,25 @@ class ClippedSum:
     """
 
     gradients: dict[str, Tensor]
-    """Sum over units of clipped unit gradients, by name, for every trainable parameter."""
+    """Sum over units of clipped unit gradients, scaled by `bound.geometry`, by parameter name."""
     logits: Tensor
     """Per image, in the order given, detached."""
     features: Tensor | None
     """Per image, the output of the module named by `capture`, detached."""
     norms: Tensor
-    """Per unit, before clipping, in float64; not to be trusted where `dropped`."""
+    """Per unit, scaled, before clipping, in float64; not to be trusted where `dropped`."""
     dropped: Tensor
     """Per unit, true where something was not finite: the unit contributed exactly 0."""
+    bound: Bound
+    """What each unit was held to: the sensitivity of `gradients`."""
 
 
 def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
     """The sum of one batch that was given in parts, each of whole units, in the units' order."""
     if len(parts) == 1:
         return parts[0]
+    if any(part.bound != parts[0].bound for part in parts):
+        raise ValueError("the parts of one batch were clipped to different bounds")
     total = dict(parts[0].gradients)
     for part in parts[1:]:
         total = {name: value + part.gradients[name] for name, value in total.items()}
@@ -55,6 +60,7 @@ def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
         torch.cat(shown) if shown else None,
         torch.cat([part.norms for part in parts]),
         torch.cat([part.dropped for part in parts]),
+        parts[0].bound,
     )
 
 
@@ -103,12 +109,15 @@ class ClippingEngine:
         labels: Tensor,
         *,
         clip: float,
+        geometry: Geometry = PLAIN,
         units: Tensor | None = None,
         n_units: int | None = None,
         capture: str | None = None,
         forward: Callable[[Tensor], Tensor] | None = None,
     ) -> ClippedSum:
         """The sum over units of their gradients, each scaled down to norm `clip` if longer.
+
+        With a `geometry` D all of it is in the scaled space: the sum of Dg · min(1, clip/‖Dg‖).
 
         `units[i]`, in 0 … n_units - 1, is the unit of image i (default: each image its own). A
         unit's gradient is that of the mean cross-entropy of its images. `clip` may be infinite.
@@ -122,45 +131,51 @@ class ClippingEngine:
         if not clip > 0:
             raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
         _refuse_unsupported(self._model)
+        geometry.check(self._model)
+        bound = Bound(clip, geometry)
         batch = replace(_checked_batch(images, labels, units, n_units), forward=forward)
         if images.is_cuda:
             # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-                return self._clip(batch, clip, capture)
-        return self._clip(batch, clip, capture)
+                return self._clip(batch, bound, capture)
+        return self._clip(batch, bound, capture)
 
-    def _clip(self, batch: _Batch, clip: float, capture: str | None) -> ClippedSum:
+    def _clip(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         if not len(batch.images):
-            return self._of_nobody(batch, capture)
+            return self._of_nobody(batch, bound, capture)
         if len(batch.images) <= self._chunk:
-            return self._clip_together(batch, clip, capture)
-        return self._clip_in_chunks(batch, clip, capture)
+            return self._clip_together(batch, bound, capture)
+        return self._clip_in_chunks(batch, bound, capture)
 
-    def _clip_together(self, batch: _Batch, clip: float, capture: str | None) -> ClippedSum:
-        """One pass over the whole batch; a second one without the dropped units if there are."""
-        units = batch.units
-        seen = record(
+    def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> Recorded:
+        return record(
             self._model,
             batch.images,
             batch.labels,
             batch.weights,
-            units,
+            batch.units,
+            geometry=bound.geometry,
             capture=capture,
             forward=batch.forward,
         )
+
+    def _clip_together(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        """One pass over the whole batch; a second one without the dropped units if there are."""
+        units = batch.units
+        seen = self._record(batch, bound, capture)
         norms = seen.book.squared_norms().sqrt()
         dropped = ~torch.isfinite(norms) | units.any_image(~seen.finite)
         if dropped.any():
-            gradients, dropped = self._without(batch, dropped, clip)
+            gradients, dropped = self._without(batch, dropped, bound)
         else:
-            limit = clip / (1 + _margin(seen.logits.dtype))
+            limit = bound.norm / (1 + _margin(seen.logits.dtype))
             gradients = seen.book.weighted_sum((limit / norms).clamp_max(1))
         return ClippedSum(
-            self._every_parameter(gradients), seen.logits, seen.features, norms, dropped
+            self._every_parameter(gradients), seen.logits, seen.features, norms, dropped, bound
         )
 
     def _without(
-        self, batch: _Batch, dropped: Tensor, clip: float
+        self, batch: _Batch, dropped: Tensor, bound: Bound
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The sum over the other units, computed anew: 0 x NaN is not 0.
 
@@ -173,12 +188,12 @@ class ClippingEngine:
         renumbered = torch.cumsum(~dropped, 0) - 1
         of_image = batch.units.of_image
         units = Units(len(kept), None if of_image is None else renumbered[of_image[image_ids]])
-        rest = self._clip_together(batch.take(image_ids, units), clip, None)
+        rest = self._clip_together(batch.take(image_ids, units), bound, None)
         dropped = dropped.clone()
         dropped[kept] = rest.dropped
         return rest.gradients, dropped
 
-    def _clip_in_chunks(self, batch: _Batch, clip: float, capture: str | None) -> ClippedSum:
+    def _clip_in_chunks(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """Chunk after chunk, a unit's images always together."""
         total: dict[str, Tensor] = {}
         norms = batch.images.new_zeros(batch.units.count, dtype=torch.float64)
@@ -187,9 +202,9 @@ class ClippingEngine:
         for image_ids, unit_ids, units in _chunks(batch.units, len(batch.images), self._chunk):
             part = batch.take(image_ids, units)
             if len(image_ids) > self._chunk:
-                one = self._clip_large_unit(part, clip, capture)
+                one = self._clip_large_unit(part, bound, capture)
             else:
-                one = self._clip_together(part, clip, capture)
+                one = self._clip_together(part, bound, capture)
             for name, gradient in one.gradients.items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
             norms[unit_ids], dropped[unit_ids] = one.norms, one.dropped
@@ -204,24 +219,17 @@ class ClippingEngine:
             torch.cat(shown)[back] if shown else None,
             norms,
             dropped,
+            bound,
         )
 
-    def _clip_large_unit(self, unit: _Batch, clip: float, capture: str | None) -> ClippedSum:
+    def _clip_large_unit(self, unit: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """A single unit with more images than a chunk: gradients add up first, then are clipped."""
         total: dict[str, Tensor] = {}
         finite, logits, features = True, [], []
         everyone = torch.arange(len(unit.images), device=unit.images.device)
         for ids in torch.split(everyone, self._chunk):
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
-            seen = record(
-                self._model,
-                part.images,
-                part.labels,
-                part.weights,
-                part.units,
-                capture=capture,
-                forward=part.forward,
-            )
+            seen = self._record(part, bound, capture)
             finite = finite and bool(seen.finite.all())
             for name, gradient in seen.book.weighted_sum(torch.ones(1, device=ids.device)).items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
@@ -232,7 +240,7 @@ class ClippingEngine:
         if dropped:
             total = {}
         elif norm > 0:
-            factor = min(1.0, clip / (1 + _margin(logits[0].dtype)) / norm)
+            factor = min(1.0, bound.norm / (1 + _margin(logits[0].dtype)) / norm)
             total = {name: gradient * factor for name, gradient in total.items()}
         shown = [part for part in features if part is not None]
         device = unit.images.device
@@ -242,16 +250,17 @@ class ClippingEngine:
             torch.cat(shown) if shown else None,
             torch.tensor([norm], dtype=torch.float64, device=device),
             torch.tensor([dropped], device=device),
+            bound,
         )
 
-    def _of_nobody(self, batch: _Batch, capture: str | None) -> ClippedSum:
+    def _of_nobody(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """Zeros, with the shapes that a blank image of the same size shows."""
         blank = batch.images.new_zeros(1, *batch.images.shape[1:])
         nobody = batch.units.count
         single = _Batch(
             blank, batch.labels.new_zeros(1), blank.new_ones(1), Units(1), batch.forward
         )
-        one = self._clip_together(single, 1.0, capture)
+        one = self._clip_together(single, bound, capture)
         return replace(
             one,
             gradients=self._every_parameter({}),

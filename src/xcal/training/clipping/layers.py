@@ -67,10 +67,11 @@ class Convolution(torch.autograd.Function):
             book.add_rows(bias_name, g.sum((2, 3)))
         if weight_name is not None:
             read, reading = without_skipped_pixels(x, shape)
+            scaled = book.by_channel(weight_name, g)
             if gram_is_cheaper(g, read, reading):
-                book.add_pair(weight_name, g, read, reading, patches)
+                book.add_pair(weight_name, scaled, read, reading, patches)
             else:
-                book.add_parts(weight_name, per_image_weight_gradient(g, read, reading))
+                book.add_parts(weight_name, per_image_weight_gradient(scaled, read, reading))
         onward = input_gradient(g, x, weight, shape) if ctx.needs_input_grad[0] else None
         return onward, None, None, None, None, None, None
 
@@ -99,7 +100,8 @@ class Linear(torch.autograd.Function):
             ctx.book.add_rows(bias_name, g)
         if weight_name is not None:
             shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
-            ctx.book.add_pair(weight_name, g[:, :, None, None], x[:, :, None, None], shape)
+            scaled = ctx.book.by_channel(weight_name, g)
+            ctx.book.add_pair(weight_name, scaled[:, :, None, None], x[:, :, None, None], shape)
         return (g @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from xcal.errors import UserError
 from xcal.training.clipping.book import Book, Units
 from xcal.training.clipping.convolution import ConvShape
+from xcal.training.clipping.geometry import PLAIN, Geometry
 from xcal.training.clipping.layers import Convolution, FrozenNorm, GroupNorm, Linear, apply
 
 
@@ -191,6 +192,7 @@ def record(
     weights: Tensor,
     units: Units,
     *,
+    geometry: Geometry = PLAIN,
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
 ) -> Recorded:
@@ -199,7 +201,7 @@ def record(
     `forward` stands for the network where `images` have been through its frozen beginning.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    book = Book(units, images.device)
+    book = Book(units, images.device, geometry)
     with torch.enable_grad():
         anchor = images.new_zeros((), requires_grad=True)
         with _captured(model, capture) as caught, Recorder(names, len(images), book, anchor):

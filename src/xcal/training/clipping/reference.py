@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcal.training.clipping.geometry import PLAIN, Geometry
+
 
 def unit_gradients(
     model: nn.Module, images: Tensor, labels: Tensor, units: Tensor | None = None
@@ -39,13 +41,20 @@ def norm(gradient: dict[str, Tensor]) -> float:
 
 
 def one_at_a_time(
-    model: nn.Module, images: Tensor, labels: Tensor, *, clip: float, units: Tensor | None = None
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    clip: float,
+    geometry: Geometry = PLAIN,
+    units: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The sum of all units' gradients, each scaled down to norm `clip` if longer."""
+    """The sum of all units' scaled gradients, each brought down to norm `clip` if longer."""
     total = {
         n: torch.zeros_like(p).detach() for n, p in model.named_parameters() if p.requires_grad
     }
-    for gradient in unit_gradients(model, images, labels, units):
+    for own in unit_gradients(model, images, labels, units):
+        gradient = geometry.scaled(own)
         length = norm(gradient)
         factor = min(1.0, clip / length) if length > 0 else 1.0
         for name, part in gradient.items():

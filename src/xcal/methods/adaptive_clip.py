@@ -1,0 +1,82 @@
+"""`adaptive-clip`: static noise, and a clipping norm that follows a quantile (Andrew et al. 2021).
+
+At record level the client's own DP-SGD clips unit gradients to a quantile of their norms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xcal.config import Experiment
+from xcal.errors import UserError
+from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
+from xcal.privacy.accounting import step_cost
+from xcal.privacy.calibration import Plan, plan_static
+from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
+from xcal.training.local import Bench, StepRecord
+
+QUANTILE_KEYS = frozenset({"quantile", "clip_rate", "kappa_b"})
+
+
+def quantile_rule(experiment: Experiment) -> QuantileRule:
+    """The rule of the experiment's keys; `clip` is the C it starts from."""
+    return QuantileRule(
+        quantile=experiment.quantile,
+        rate=experiment.clip_rate,
+        start=experiment.clip,
+        kappa_b=experiment.kappa_b,
+    )
+
+
+@dataclass(frozen=True)
+class RecordQuantile:
+    name: str = "adaptive-clip"
+    private: bool = True
+    pooled: bool = False
+    uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS | QUANTILE_KEYS | {"level", "count_noise"}
+
+    def rule(self, experiment: Experiment) -> QuantileRule:
+        return replace(quantile_rule(experiment), fixed_noise=experiment.count_noise)
+
+    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
+        if experiment.level != "record":
+            raise UserError("adaptive-clip works at level = 'record' only: set it so.")
+        plan = plan_static(shape_of(experiment, units, own_rounds), self.name)
+        sigma, sigma_count = self.rule(experiment).multipliers(plan.sigma_static)
+        return replace(
+            plan,
+            sigma_ref=sigma,
+            sigma_min=sigma,
+            sigma_max=sigma,
+            sigma_count=sigma_count,
+            signal_price=sigma / plan.sigma_static - 1,
+        )
+
+    def load_state(self, saved: dict[str, Any] | None) -> ClipState:
+        return ClipState() if saved is None else ClipState(**saved)
+
+    def begin_round(self, state: ClipState) -> ClipState:
+        return state  # C lives as long as the budget
+
+    def step(
+        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: ClipState
+    ) -> tuple[ClipState, StepRecord]:
+        assert plan is not None
+        cost = step_cost(plan.sample_rate, plan.sigma_static, plan.order)
+        return quantile_step(
+            bench,
+            step,
+            self.rule(experiment),
+            state,
+            sigma_eff=plan.sigma_static,
+            cost=cost,
+        )
+
+    def epsilon_paper(
+        self, experiment: Experiment, plan: Plan | None, state: ClipState
+    ) -> float | None:
+        return None
+
+
+ADAPTIVE_CLIP = RecordQuantile()

@@ -1,0 +1,78 @@
+"""A geometry from released weights: less noise on the channels that explanations rest on.
+
+The aim is AGP's; the importance comes from the received model alone, which is public, so that the
+weights are known before any step of the round draws its data, and the guarantee is the filter's as
+ever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+from xcal.explain.gradcam import head_weight_of
+from xcal.training.cam_layer import CamLayer, cam_layer_of, most_important, require_trained
+from xcal.training.clipping import PLAIN, Geometry
+
+
+@dataclass(frozen=True)
+class ChannelRule:
+    """Public constants: the share r of channels to spare, and how many times less noise they get.
+
+    The channels' weights are d and P·d with (1 − r)/d² + r/(P·d)² = 1: the variance of the noise on
+    the CAM layer, summed over its coordinates, is what it is without a geometry, and every other
+    layer has weight 1. So at one σ all that differs from static noise is where it lies.
+    """
+
+    share: float = 0.2
+    protection: float = 2.0
+
+    @property
+    def off(self) -> bool:
+        return self.share == 0 or self.protection == 1
+
+    def choose(self, model: nn.Module) -> tuple[int, ...]:
+        """The channels to spare, by the received model; none where the rule is off."""
+        return () if self.off else most_important(released_importance(model), self.share)
+
+    def geometry(self, layer: CamLayer, channels: tuple[int, ...]) -> Geometry:
+        """Weights of the CAM layer's convolution and norm, channel by channel."""
+        if self.off or not channels:
+            return PLAIN
+        spared = len(channels) / layer.channels
+        low = math.sqrt((1 - spared) + spared / self.protection**2)
+        weights = [low] * layer.channels
+        for k in channels:
+            weights[k] = low * self.protection
+        return Geometry({name: tuple(weights) for name in (*layer.convolution, *layer.norm)})
+
+
+def released_importance(model: nn.Module) -> Tensor:
+    """How much the classes differ in each channel: the length of its centred head weights.
+
+    Grad-CAM weighs channel k of class j by W_jk/(HW). What is common to all classes moves no
+    prediction, so it is taken off first.
+    """
+    head = head_weight_of(model)
+    if head is None:
+        raise UserError(
+            f"The network {type(model).__name__} has no head_layer whose weights tell which"
+            " channels matter: choose a network with global average pooling and one linear"
+            " layer, or another method."
+        )
+    weights = head.double()
+    return (weights - weights.mean(dim=0)).square().sum(dim=0).sqrt()
+
+
+def check_channels(model: nn.Module, method: str) -> None:
+    """Refuse a network in which no channel could be spared."""
+    require_trained(model, method)
+    released_importance(model)
+
+
+def round_geometry(model: nn.Module, rule: ChannelRule, channels: tuple[int, ...]) -> Geometry:
+    """The round's geometry, once its channels are chosen."""
+    return rule.geometry(cam_layer_of(model), channels)
