@@ -17,14 +17,20 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import xcal.training.adaptive
 import xcal.training.steps
 import xcal.training.xcal
+from xcal.config import make_experiment
 from xcal.explain.signal import Components, SignalSettings, batch_score
+from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
+from xcal.methods.agp_dp import AGP_DP
 from xcal.privacy.accounting import joint_sigma, step_cost
 from xcal.privacy.calibration import PlanShape, plan_paper, plan_static, plan_xcal
 from xcal.privacy.filter import RenyiFilter
 from xcal.privacy.noise import SeededNoise
+from xcal.training.adaptive import QuantileRule, centred_count
 from xcal.training.clipping import ClippingEngine
+from xcal.training.geometry import ChannelRule
 from xcal.training.local import Batch, Bench, Optimiser, mean_by_unit
 from xcal.training.steps import dp_step
 from xcal.training.xcal import (
@@ -43,6 +49,11 @@ PLANS = {
     "fl-dp": plan_static(SHAPE),
     "xcal": plan_xcal(SHAPE, kappa=5.0, w=0.5),
     "xcal-paper": plan_paper(SHAPE, rho=0.1, band=0.2),
+    "agp-dp": plan_static(SHAPE, "agp-dp"),
+    "adaptive-clip": ADAPTIVE_CLIP.plan(
+        make_experiment({"epsilon": 5.0, "batch": EXPECTED}), UNITS, 2
+    ),
+    "xcal with parts": plan_xcal(SHAPE, kappa=5.0, w=0.5, kappa_b=5.0),
 }
 
 
@@ -90,12 +101,14 @@ class Caught:
     gradient_noise: float
     signal: float | None
     signal_noise: float | None
+    count: float | None
+    count_noise: float | None
 
 
 def run_step(method: str, model, batch: Batch, clip: float, signal: SignalSettings, **rule):
     """One real step; the two functions that add noise are watched."""
     plan = PLANS[method]
-    caught: dict = {"signal": None, "signal_noise": None}
+    caught: dict = {"signal": None, "signal_noise": None, "count": None, "count_noise": None}
 
     def watch_tensors(sums, scale, noise, key):
         caught["gradient"] = torch.cat([v.flatten().double() for v in sums.values()])
@@ -103,7 +116,7 @@ def run_step(method: str, model, batch: Batch, clip: float, signal: SignalSettin
         return {name: torch.zeros_like(value) for name, value in sums.items()}
 
     def watch_scalar(value, scale, noise, key):
-        caught["signal"], caught["signal_noise"] = value, scale
+        caught[key.block], caught[f"{key.block}_noise"] = value, scale
         return value
 
     account = Paid(RenyiFilter(plan.order, plan.budget))
@@ -124,11 +137,20 @@ def run_step(method: str, model, batch: Batch, clip: float, signal: SignalSettin
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xcal.training.steps, "release_tensors", watch_tensors)
         patch.setattr(xcal.training.xcal, "release_scalar", watch_scalar)
+        patch.setattr(xcal.training.adaptive, "release_scalar", watch_scalar)
+        experiment = make_experiment({"clip": clip, "protected": 0.3, "protection": 4.0})
         if method == "fl-dp":
             cost = step_cost(plan.sample_rate, plan.sigma_ref, plan.order)
             dp_step(bench, 0, sigma=plan.sigma_ref, cost=cost)
         elif method == "xcal":
             xcal_step(bench, 0, XcalRule(plan, signal, **rule), XcalState())
+        elif method == "xcal with parts":
+            parts = {"channels": ChannelRule(0.3, 4.0), "quantile": QuantileRule(start=clip)}
+            xcal_step(bench, 0, XcalRule(plan, signal, **parts), XcalState())
+        elif method == "agp-dp":
+            AGP_DP.step(bench, 0, experiment, plan, AGP_DP.load_state(None))
+        elif method == "adaptive-clip":
+            ADAPTIVE_CLIP.step(bench, 0, experiment, plan, ADAPTIVE_CLIP.load_state(None))
         else:
             paper_step(bench, 0, PaperRule(plan, signal), PaperState())
     return Caught(account.charge, **caught)
@@ -220,7 +242,7 @@ def with_null_unit(batch: Batch, unit: int) -> Batch:
 
 
 @pytest.mark.parametrize("unit", ["record", "group"])
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper"])
+@pytest.mark.parametrize("method", PLANS)
 @settings(max_examples=10, deadline=None, phases=UNSHRUNK)
 @given(
     data=st.data(),
@@ -244,7 +266,7 @@ def test_one_unit_moves_every_release_by_at_most_what_was_paid_for(
     declared = {r.name: r for r in both.charge["releases"]}
     assert bool(torch.isfinite(both.gradient).all())
 
-    # Gradient: in float32, over all parameters together, by at most C.
+    # Gradient: in float32, over all parameters together, by at most C (in the scaled space).
     moved = float((both.gradient - without.gradient).norm())
     assert declared["gradient"].sensitivity == clip
     assert moved <= clip
@@ -254,16 +276,20 @@ def test_one_unit_moves_every_release_by_at_most_what_was_paid_for(
     assert float(alone.gradient.norm()) <= clip
     assert float(caught(keep(batch, [])).gradient.abs().max()) == 0
 
-    # Signal: Σ(u − ½) by ½, s_raw by 1.
-    if method == "fl-dp":
-        assert set(declared) == {"gradient"}
-        assert both.signal is None
-        return
-    bound = {"xcal": 0.5, "xcal-paper": 1.0}[method]
-    assert declared["signal"].sensitivity == bound
-    assert abs(both.signal - without.signal) <= bound + 1e-9
-    assert both.signal_noise == declared["signal"].noise
-    # Both together are the one Gaussian that was charged for.
+    # Signal: Σ(u − ½) by ½, s_raw by 1. Count: Σ(1[norm ≤ C] − ½) by ½.
+    scalars = {
+        "xcal": {"signal": 0.5},
+        "xcal-paper": {"signal": 1.0},
+        "adaptive-clip": {"count": 0.5},
+        "xcal with parts": {"signal": 0.5, "count": 0.5},
+    }.get(method, {})
+    assert set(declared) == {"gradient", *scalars}
+    for name, bound in scalars.items():
+        assert declared[name].sensitivity == bound
+        assert abs(getattr(both, name) - getattr(without, name)) <= bound + 1e-9
+        assert getattr(both, f"{name}_noise") == declared[name].noise
+        assert abs(getattr(alone, name)) <= bound + 1e-9
+    # All together are the one Gaussian that was charged for.
     joint = joint_sigma(*(r.noise / r.sensitivity for r in declared.values()))
     assert both.charge["sigma"] == pytest.approx(joint, rel=1e-12)
     assert both.charge["rate"] == EXPECTED / UNITS
@@ -313,6 +339,7 @@ def test_an_empty_draw_is_charged_like_any_other():
         caught = run_step(method, network(1, 1.0), empty, 1.0, SignalSettings())
         assert float(caught.gradient.abs().max()) == 0
         assert caught.signal in (None, 0.0)
+        assert caught.count in (None, 0.0)
         assert caught.charge["cost"] > 0
 
 
@@ -329,6 +356,22 @@ def test_centred_sum_moves_by_half(units, data):
     fewer = counted.copy()
     fewer[data.draw(st.integers(0, len(units) - 1))] = False
     assert abs(centred_sum(values, counted) - centred_sum(values, fewer)) <= 0.5 + 1e-12
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e300), st.booleans()), min_size=1, max_size=20),
+    st.floats(1e-6, 1e6),
+    st.data(),
+)
+def test_centred_count_moves_by_half(units, clip, data):
+    norms = np.array([value for value, _ in units])
+    counted = np.array([drawn for _, drawn in units])
+    fewer = counted.copy()
+    fewer[data.draw(st.integers(0, len(units) - 1))] = False
+    one, other = (centred_count(norms, clip, mask) for mask in (counted, fewer))
+    assert abs(one - other) <= 0.5
+    assert centred_count(norms, clip, np.zeros_like(counted)) == 0
 
 
 @settings(max_examples=100, deadline=None)
