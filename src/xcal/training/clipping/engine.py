@@ -227,11 +227,12 @@ class ClippingEngine:
         total: dict[str, Tensor] = {}
         finite, logits, features = True, [], []
         everyone = torch.arange(len(unit.images), device=unit.images.device)
+        everything = torch.ones(1, dtype=torch.float64, device=unit.images.device)
         for ids in torch.split(everyone, self._chunk):
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
             seen = self._record(part, bound, capture)
             finite = finite and bool(seen.finite.all())
-            for name, gradient in seen.book.weighted_sum(torch.ones(1, device=ids.device)).items():
+            for name, gradient in seen.book.weighted_sum(everything).items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
             logits.append(seen.logits)
             features.append(seen.features)
