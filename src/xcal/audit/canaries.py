@@ -58,17 +58,29 @@ class Directions:
         result: NDArray[np.float64] = parts.view(self.count, self.size).sum(1).numpy()
         return result
 
+    def read_weighted(
+        self, flat: Tensor, spread: Tensor
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """How much of every direction is in a vector whose coordinates are unequally noisy.
 
-class _Tap:
-    """A noise source that remembers the uniforms of the last draw."""
+        The best linear reading for noise of the given deviations, and its own deviation.
+        """
+        worth = self._values.double() / spread[self._places].double().square()
+        precision = (worth * self._values.double()).view(self.count, self.size).sum(1)
+        parts = (flat[self._places].double() * worth).view(self.count, self.size).sum(1)
+        return (parts / precision).numpy(), precision.rsqrt().numpy()
 
-    def __init__(self, noise: NoiseSource) -> None:
-        self._noise, self.name = noise, noise.name
+
+class Tap:
+    """A noise source that remembers the uniforms of one key: those that draw the units."""
+
+    def __init__(self, noise: NoiseSource, key: NoiseKey) -> None:
+        self._noise, self._key, self.name = noise, key, noise.name
         self.uniforms_seen: NDArray[np.float64] = np.zeros(0)
 
     def uniforms(self, key: NoiseKey, count: int) -> NDArray[np.float64]:
         values = self._noise.uniforms(key, count)
-        if key.block == "draw":
+        if key == self._key:
             self.uniforms_seen = values
         return values
 
@@ -95,7 +107,7 @@ class CanaryData(LocalData):
         self.drawn_in: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def draw(self, rate: float, noise: NoiseSource, key: NoiseKey) -> Batch:
-        tap = _Tap(noise)
+        tap = Tap(noise, key)
         batch = super().draw(rate, tap, key)
         drawn = poisson_draw(tap.uniforms_seen, rate)
         canary = drawn - self._first

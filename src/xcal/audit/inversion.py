@@ -21,12 +21,14 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from xcal.audit.alone import load_flat, train_alone
+from xcal.audit.canaries import Tap
 from xcal.audit.similarity import psnr, ssim
 from xcal.config import Experiment, make_experiment
 from xcal.data.images import Images
-from xcal.data.sampling import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.data.sampling import IMAGENET_MEAN, IMAGENET_STD, poisson_draw, to_tensor
 from xcal.models.registry import build_network
-from xcal.training.local import LocalData, trainable
+from xcal.privacy.noise import NoiseKey, NoiseSource
+from xcal.training.local import Batch, LocalData, trainable
 
 _MEAN = torch.tensor(IMAGENET_MEAN, dtype=torch.float64).view(1, 3, 1, 1)
 _STD = torch.tensor(IMAGENET_STD, dtype=torch.float64).view(1, 3, 1, 1)
@@ -37,8 +39,8 @@ SUCCESS_DB = 20.0
 class Settings:
     """How hard the attacker tries."""
 
-    dlg_steps: int = 300
-    cosine_steps: int = 600
+    dlg_steps: int = 150
+    cosine_steps: int = 300
     cosine_rate: float = 0.1
     total_variation: float = 1e-4
     seed: int = 0
@@ -83,17 +85,36 @@ def to_pixels(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """What the server has: the weights it sent, and the gradient sum it reads off the answer."""
+    """What the server has: the weights it sent, and the gradient sum it reads off the answer.
+
+    And, for a round of several steps, what it has not: which pictures were drawn how often. Given
+    to the attacker all the same, so that it fails for no such reason.
+    """
 
     model: nn.Module  # float64, with the weights sent
     gradient: tuple[Tensor, ...]
-    originals: Tensor
+    originals: Tensor  # those that were drawn
     labels: Tensor
+    times: Tensor  # how often each was drawn
+
+
+class _Counted(LocalData):
+    """A client's data that counts how often each image is drawn."""
+
+    def __init__(self, images: Images) -> None:
+        super().__init__(images, unit="record", images_per_unit=1)
+        self.times = np.zeros(len(images), dtype=np.int64)
+
+    def draw(self, rate: float, noise: NoiseSource, key: NoiseKey) -> Batch:
+        tap = Tap(noise, key)
+        batch = super().draw(rate, tap, key)
+        self.times[poisson_draw(tap.uniforms_seen, rate)] += 1
+        return batch
 
 
 def update_of(experiment: Experiment, images: Images, classes: int) -> Update:
     """One real round of a client that holds just these images."""
-    data = LocalData(images, unit="record", images_per_unit=1)
+    data = _Counted(images)
     trained = train_alone(experiment, data, classes)
     model = build_network(experiment, classes).double()
     load_flat(model, trained.first.double())
@@ -101,7 +122,10 @@ def update_of(experiment: Experiment, images: Images, classes: int) -> Update:
     parameters = list(trainable(model).values())
     pieces = torch.split(moved, [p.numel() for p in parameters])
     gradient = tuple(g.view_as(p) for g, p in zip(pieces, parameters, strict=True))
-    return Update(model, gradient, to_tensor(images.pixels), torch.from_numpy(images.labels))
+    drawn = images.take(np.flatnonzero(data.times))
+    times = torch.from_numpy(data.times[data.times > 0]).double()
+    labels = torch.from_numpy(drawn.labels)
+    return Update(model, gradient, to_tensor(drawn.pixels), labels, times)
 
 
 def read_label(update: Update) -> Tensor:
@@ -111,7 +135,8 @@ def read_label(update: Update) -> Tensor:
 
 def _gradient_of(update: Update, guess: Tensor, labels: Tensor) -> Sequence[Tensor]:
     """The gradient sum that the guessed pictures would have given."""
-    loss = F.cross_entropy(update.model(guess), labels, reduction="sum")
+    losses = F.cross_entropy(update.model(guess), labels, reduction="none")
+    loss = (losses * update.times).sum()
     parameters = list(trainable(update.model).values())
     return torch.autograd.grad(loss, parameters, create_graph=True)
 
@@ -257,12 +282,12 @@ def experiment_for(
 def invert_all(
     base: Experiment,
     images: Images,
+    round_images: Images,
     classes: int,
     *,
     network: str,
     epsilons: Sequence[float | None],
     attacks: Sequence[str] = ("dlg", "cosine"),
-    round_images: int = 4,
     settings: Settings | None = None,
     on_attack: Callable[[int], None] | None = None,
 ) -> list[Inverted]:
@@ -273,10 +298,10 @@ def invert_all(
     for epsilon in epsilons:
         one = experiment_for(base, network=network, epsilon=epsilon, batch=1)
         whole = experiment_for(
-            base, network=network, epsilon=epsilon, batch=max(1, round_images // 2)
+            base, network=network, epsilon=epsilon, batch=max(1, len(round_images) // 2)
         )
         singles = [update_of(one, images.take(np.array([i])), classes) for i in range(len(images))]
-        together = update_of(whole, images.take(np.arange(round_images)), classes)
+        together = update_of(whole, round_images, classes)
         for attack in attacks:
             attacked = partial(
                 invert,

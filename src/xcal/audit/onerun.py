@@ -82,7 +82,12 @@ class Audit:
 
 
 def mixture_ratio(
-    z: Scores, *, steps: int, rate: float, deviation: float, shift: float | Scores = 1.0
+    z: Scores,
+    *,
+    steps: int,
+    rate: float,
+    deviation: float | Scores,
+    shift: float | Scores = 1.0,
 ) -> Scores:
     """log-likelihood ratio of "in" against "out" of a sum of `steps` releases.
 
@@ -91,7 +96,9 @@ def mixture_ratio(
     times = np.arange(steps + 1)[:, None]
     weight = binom.logpmf(times, steps, rate) if rate < 1 else np.where(times == steps, 0, -np.inf)
     moved = times * np.broadcast_to(np.asarray(shift, dtype=np.float64), z.shape)[None]
-    result: Scores = logsumexp(weight + moved * (2 * z - moved) / (2 * deviation**2), axis=0)
+    result: Scores = logsumexp(
+        weight + moved * (2 * z - moved) / (2 * np.square(deviation)), axis=0
+    )
     return result
 
 
@@ -123,19 +130,54 @@ def ideal_audits(
     return float(np.mean(found)), min(1.0, accuracy + spread)
 
 
+QUIET = 0.4  # a block this far below the usual deviation is no accident
+
+
+def quiet_blocks(model: nn.Module, released: Tensor) -> Tensor | None:
+    """Deviation of every coordinate of a release, if some blocks carry far less noise than others.
+
+    A block is what one output channel's filter holds, or else a whole tensor.
+    """
+    parameters = list(trainable(model).values())
+    spreads, quiet = [], False
+    usual = float(released.double().square().mean().sqrt())
+    for piece, parameter in zip(
+        torch.split(released.double(), [p.numel() for p in parameters]), parameters, strict=True
+    ):
+        by_row = parameter.dim() > 1 and parameter[0].numel() >= 16
+        rows = piece.view(len(parameter), -1) if by_row else piece.view(1, -1)
+        own = rows.square().mean(1, keepdim=True).sqrt()
+        low = (own < QUIET * usual) & torch.tensor(rows.shape[1] >= 16)
+        quiet = quiet or bool(low.any())
+        spreads.append(torch.where(low, own, usual).expand_as(rows).flatten())
+    return torch.cat(spreads).clamp_min(1e-9) if quiet else None
+
+
 @dataclass
 class _GradientWatcher:
-    """Reads every canary's direction off every released sum."""
+    """Reads every canary's direction off every released sum.
+
+    Where some blocks turn out to carry far less noise than others, they are read with the weight
+    they deserve: a method that spares some of them must not be saved by the rest.
+    """
 
     directions: Directions
     clips: list[float]
     readings: list[Scores] = field(default_factory=list)
+    own_spread: list[Scores | None] = field(default_factory=list)
     deviations: list[float] = field(default_factory=list)
 
     def __call__(self, before: nn.Module, released: Tensor) -> None:
-        clip = self.clips[-1]
-        self.readings.append(self.directions.read(released) / clip)
-        self.deviations.append(float(released.double().std()) / clip)
+        seen = released / self.clips[-1]
+        spread = quiet_blocks(before, seen)
+        if spread is None:
+            self.readings.append(self.directions.read(seen))
+            self.own_spread.append(None)
+        else:
+            reading, deviation = self.directions.read_weighted(seen, spread)
+            self.readings.append(reading)
+            self.own_spread.append(deviation)
+        self.deviations.append(float(seen.double().std()))
 
 
 @dataclass
@@ -301,18 +343,21 @@ def _with_gradients(
     rate = experiment.batch / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
-    per_step = np.zeros(planted.canaries)
-    per_round = np.zeros(planted.canaries)
-    total = np.zeros(planted.canaries)
+    per_step, per_round, total = (np.zeros(planted.canaries) for _ in range(3))
     for number in range(experiment.rounds):
         mine = [i for i, r in enumerate(trained.trace) if r.round == number]
         if not mine:
             continue
+        spreads: list[float | Scores] = []
         for i in mine:
-            per_step += mixture_ratio(watcher.readings[i], steps=1, rate=rate, deviation=sigmas[i])
+            own = watcher.own_spread[i]
+            spreads.append(sigmas[i] if own is None else own)
+            per_step += mixture_ratio(
+                watcher.readings[i], steps=1, rate=rate, deviation=spreads[-1]
+            )
         # The server reads the sum of a round's releases off two models.
         summed = np.sum([watcher.readings[i] for i in mine], axis=0)
-        spread = float(np.sqrt(sum(sigmas[i] ** 2 for i in mine)))
+        spread = np.sqrt(sum(np.square(np.broadcast_to(s, summed.shape)) for s in spreads))
         per_round += mixture_ratio(summed, steps=len(mine), rate=rate, deviation=spread)
         total += summed
     return trained, {"steps": per_step, "rounds": per_round, "final": total}, floor

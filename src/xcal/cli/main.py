@@ -8,6 +8,7 @@ import typer
 
 import xcal
 from xcal.cli import (
+    audit,
     bench,
     data,
     demo,
@@ -50,6 +51,7 @@ app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
 app.command("evaluate")(evaluate.evaluate_command)
 app.command("explain")(explain.explain_command)
+app.command("audit")(audit.audit_command)
 app.command("panel")(panel.panel_command)
 app.command("study")(study.study_command)
 app.command("report")(report.report_command)

@@ -1,0 +1,124 @@
+"""The one-run audit at client level, for methods whose noise a trusted server adds.
+
+The canaries are whole clients: each answers with an update of norm C in a direction of its own, or,
+where its coin said no, with no change at all. Nothing is trained; clipping, noise, ledger and
+filter are the server's real ones. Seen is what clients receive: the global model of every round.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.stats import binom
+
+from xcal.audit.alone import RUN, flat
+from xcal.audit.bound import find_epsilon, strongest_bound
+from xcal.audit.canaries import Directions, toss_coins
+from xcal.audit.onerun import Audit, ideal_audits, mixture_ratio
+from xcal.config import Experiment
+from xcal.federation.aggregation import server_round
+from xcal.federation.central import ServerSite, check_rule, server_rule
+from xcal.federation.rounds import ClientReport, RoundReply, Weights
+from xcal.methods.base import CentralMethod
+from xcal.models.registry import build_network
+from xcal.privacy.ledger_rows import charges_of, read_rows
+from xcal.privacy.noise import SeededNoise
+from xcal.training.local import trainable
+
+
+def audit_clients(
+    experiment: Experiment,
+    method: CentralMethod,
+    classes: int,
+    *,
+    canaries: int,
+    confidence: float = 0.95,
+) -> list[Audit]:
+    """Audit a central method with canary clients, from every round's model and from the last."""
+    included = toss_coins(canaries, experiment.seed)
+    model = build_network(experiment, classes)
+    weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
+    directions = Directions(flat(weights).numel(), canaries, experiment.seed)
+    plan = check_rule(experiment, method, canaries)
+    assert plan is not None
+    spread = plan.sigma_ref
+    readings, floors = [], []
+    with tempfile.TemporaryDirectory(prefix="xcal-audit-") as folder:
+        site = ServerSite(RUN, Path(folder), SeededNoise(experiment.seed))
+        rule = server_rule(experiment, method, canaries, plan, site)
+        state = rule.load_state(None)
+        for number in range(experiment.rounds):
+            replies = [
+                _answer(i, weights, directions, experiment.clip if included[i] else 0.0)
+                for i in range(canaries)
+            ]
+            after, state = server_round(number, weights, replies, rule, state)
+            # The mean over a fixed number of clients, so times it is the sum.
+            released = (flat(after).double() - flat(weights).double()) * canaries
+            readings.append(directions.read(released / experiment.clip))
+            floors.append(float(released.std()) / experiment.clip / spread)
+            weights = after
+        charges = charges_of(read_rows(site.ledger_path), RUN)
+    expected, accuracy = ideal_audits(
+        charges, canaries, delta=experiment.delta, confidence=confidence, seed=experiment.seed
+    )
+    views = {
+        "rounds": sum(
+            (mixture_ratio(z, steps=1, rate=1.0, deviation=spread) for z in readings),
+            np.zeros(canaries),
+        ),
+        "final": np.sum(readings, axis=0),
+    }
+    audits = []
+    for view, scores in views.items():
+        found = find_epsilon(scores, included, delta=experiment.delta, confidence=confidence)
+        right = int(((scores > 0) == included).sum())
+        first = view == "rounds"
+        audits.append(
+            Audit(
+                method=experiment.method,
+                canary="client",
+                view=view,
+                canaries=canaries,
+                units=canaries,
+                steps=len(readings),
+                epsilon_claimed=plan.epsilon,
+                delta=experiment.delta,
+                confidence=confidence,
+                epsilon_found=found.epsilon,
+                guesses=found.guesses,
+                correct=found.correct,
+                accuracy=found.accuracy_all,
+                strongest=strongest_bound(canaries, delta=experiment.delta, confidence=confidence),
+                expected=expected,
+                p_charged=float(binom.sf(right - 1, canaries, accuracy)) if first else None,
+                noise_floor=min(floors) if first else None,
+            )
+        )
+    return audits
+
+
+def _answer(client: int, weights: Weights, directions: Directions, length: float) -> RoundReply:
+    moved = flat(weights)
+    if length > 0:
+        moved = moved + length * directions.sum_of(np.array([client]))
+    pieces = torch.split(moved, [w.numel() for w in weights.values()])
+    report = ClientReport(
+        client=str(client),
+        units=1,
+        steps=1,
+        halted=False,
+        order=None,
+        epsilon_spent=None,
+        epsilon_paper=None,
+        share_spent=None,
+        mean_sigma=None,
+        mean_signal=None,
+        ledger_rows=0,
+        ledger_hash="",
+    )
+    answered = {k: p.view_as(w) for (k, w), p in zip(weights.items(), pieces, strict=True)}
+    return RoundReply(report, answered)

@@ -1,0 +1,45 @@
+"""Reconstructions beside originals, as one small picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from xcal.audit.inversion import Inverted
+
+_CELL, _GAP, _HEAD, _FOOT = 80, 6, 30, 14
+
+
+def column_title(result: Inverted) -> str:
+    level = "no privacy" if result.epsilon is None else f"ε = {result.epsilon:g}"
+    return f"{result.attack}\n{level}"
+
+
+def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) -> None:
+    """Originals on the left, then one column a result; PSNR in dB under each picture."""
+    shown = [r for r in results if len(r.psnr) == len(results[0].psnr)]
+    rows = min(rows, len(shown[0].psnr))
+    width = (_CELL + _GAP) * (len(shown) + 1) + _GAP
+    height = _HEAD + (_CELL + _FOOT + _GAP) * rows
+    canvas = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(10)
+    columns: list[tuple[str, Tensor, tuple[float, ...] | None]]
+    columns = [("original", shown[0].originals, None)]
+    columns += [(column_title(r), r.found, r.psnr) for r in shown]
+    for column, (title, pictures, figures) in enumerate(columns):
+        x = _GAP + column * (_CELL + _GAP)
+        pen.multiline_text((x, 2), title, fill="black", font=font, spacing=1)
+        for row in range(rows):
+            y = _HEAD + row * (_CELL + _FOOT + _GAP)
+            values = (pictures[row].permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
+            cell = Image.fromarray(values).resize((_CELL, _CELL), Image.Resampling.NEAREST)
+            canvas.paste(cell, (x, y))
+            if figures is not None:
+                pen.text((x, y + _CELL), f"{figures[row]:.1f} dB", fill="black", font=font)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.quantize(128).save(path, optimize=True)

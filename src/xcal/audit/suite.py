@@ -1,0 +1,260 @@
+"""All attacks with their default settings, as `xcal audit` and `make test-audit` run them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xcal.audit.central import audit_clients
+from xcal.audit.inversion import Inverted, Settings, invert_all
+from xcal.audit.membership import infer_membership
+from xcal.audit.onerun import audit_method
+from xcal.audit.pictures import draw_inversion
+from xcal.config import Experiment, make_experiment
+from xcal.data import catalog
+from xcal.data.images import ImageData, Images
+from xcal.errors import UserError
+from xcal.federation.files import write_json
+from xcal.federation.folder import command, commit, versions
+from xcal.methods.base import CentralMethod, clips_units
+from xcal.methods.registry import METHODS, method_of
+
+ATTACKS = ("one-run", "membership", "inversion")
+OnWork = Callable[[str, float], None]
+"""Told what is being done and which share of the whole is finished."""
+
+# Small pictures and one client: an audit trains dozens of models.
+BASE: dict[str, Any] = {"data": "smear", "network": "small", "pixels": 32, "clients": 1}
+# Few, large steps: gradient canaries need no learning, only many releases.
+FOR_GRADIENTS: dict[str, Any] = {"batch": 128, "rounds": 4}
+# Long enough that a model without privacy learns its training set by heart.
+FOR_INPUTS: dict[str, Any] = {"batch": 32, "rounds": 15, "lr": 0.3}
+FOR_MEMBERSHIP: dict[str, Any] = {"batch": 20, "rounds": 30, "lr": 0.3}
+# Short steps: the attacker takes a whole round for one gradient.
+FOR_INVERSION: dict[str, Any] = {"lr": 0.01}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much work goes into each attack."""
+
+    gradient_canaries: int = 2000
+    benign: int = 200
+    input_canaries: int = 100
+    input_benign: int = 100
+    client_canaries: int = 300
+    models: int = 8
+    pool: int = 120
+    pictures: int = 4
+    round_pictures: int = 4
+    inversion: Settings = field(default_factory=Settings)
+    epsilons: tuple[float, ...] = (50.0, 5.0, 0.5)
+    confidence: float = 0.95
+
+
+QUICK = Effort(
+    gradient_canaries=500,
+    benign=100,
+    input_canaries=60,
+    input_benign=60,
+    client_canaries=60,
+    models=4,
+    pool=80,
+    pictures=1,
+    round_pictures=2,
+    inversion=Settings(dlg_steps=100, cosine_steps=200),
+    epsilons=(5.0,),
+)
+
+
+def audited_methods(names: Sequence[str]) -> list[str]:
+    """The methods named, or all: pooling makes no difference to a client that stands alone."""
+    if not names:
+        return [name for name, method in METHODS.items() if not method.pooled]
+    for name in names:
+        method_of(make_experiment({"method": name}, "--method"))  # refuses unknown ones
+    return list(names)
+
+
+def _experiment(keys: Mapping[str, Any], defaults: Mapping[str, Any], method: str) -> Experiment:
+    return make_experiment({**BASE, **defaults, **keys, "method": method}, "the audit's settings")
+
+
+def _some(images: Images, first: int, count: int) -> Images:
+    if first + count > len(images):
+        raise UserError(
+            f"The audit needs {first + count} training images and the data set has"
+            f" {len(images)}: give a larger one, or ask for less (--quick)."
+        )
+    taken = images.take(np.arange(first, first + count))
+    return replace(taken, groups=np.arange(count, dtype=np.int64), masks=None)
+
+
+def _ignore(text: str, share: float) -> None:
+    """Nobody watches."""
+
+
+class Suite:
+    """The attacks on one data set and network, and their results as plain data."""
+
+    def __init__(
+        self,
+        keys: Mapping[str, Any],
+        methods: Sequence[str] = (),
+        effort: Effort | None = None,
+        on_work: OnWork | None = None,
+    ) -> None:
+        self.keys = dict(keys)
+        if self.keys.pop("method", None) is not None:
+            raise UserError("Name the methods to audit with --method, not with --set method=….")
+        self.methods = audited_methods(methods)
+        self.effort = effort or Effort()
+        self._on_work = on_work or _ignore
+        self._shown: Experiment = _experiment(self.keys, {}, self.methods[0])
+        self.inverted: list[Inverted] = []
+
+    def _data(self, images: int) -> ImageData:
+        # Synthetic images are drawn, so no more than needed.
+        options = {"train": images} if self._shown.data == "smear" else {}
+        return catalog.load(self._shown.data, pixels=self._shown.pixels, seed=0, **options)
+
+    def one_run(self) -> list[dict[str, Any]]:
+        """Canaries in every method: gradients, mislabelled images, whole clients."""
+        effort, rows = self.effort, list[dict[str, Any]]()
+        data = self._data(max(effort.benign, effort.input_benign) + effort.input_canaries)
+        classes = len(data.classes)
+        work = []
+        for name in self.methods:
+            method = method_of(_experiment(self.keys, {}, name))
+            if isinstance(method, CentralMethod):
+                work.append((name, "client"))
+            elif clips_units(method):
+                work.append((name, "gradient"))
+            work.append((name, "mislabelled"))
+        for done, (name, canary) in enumerate(work):
+            self._on_work(f"one run: {name}, {canary} canaries", done / len(work))
+            defaults = FOR_INPUTS if canary == "mislabelled" else FOR_GRADIENTS
+            experiment = _experiment(self.keys, defaults, name)
+            method = method_of(experiment)
+            if canary == "client":
+                assert isinstance(method, CentralMethod)
+                found = audit_clients(
+                    experiment,
+                    method,
+                    classes,
+                    canaries=effort.client_canaries,
+                    confidence=effort.confidence,
+                )
+            else:
+                count = effort.input_canaries if canary != "gradient" else effort.gradient_canaries
+                benign = effort.input_benign if canary != "gradient" else effort.benign
+                pictures = None
+                if canary != "gradient":
+                    pictures = _some(data.train, benign, count)
+                found = audit_method(
+                    experiment,
+                    _some(data.train, 0, benign),
+                    classes,
+                    canary=canary,
+                    canaries=count,
+                    pictures=pictures,
+                    confidence=effort.confidence,
+                )
+            rows += [{**asdict(a), "broken": a.broken} for a in found]
+        return rows
+
+    def membership(self) -> list[dict[str, Any]]:
+        """Loss threshold and likelihood ratio, for every method."""
+        data = self._data(self.effort.pool)
+        rows: list[dict[str, Any]] = []
+        for done, name in enumerate(self.methods):
+            self._on_work(f"membership: {name}", done / len(self.methods))
+            found = infer_membership(
+                _experiment(self.keys, FOR_MEMBERSHIP, name),
+                _some(data.train, 0, self.effort.pool),
+                len(data.classes),
+                models=self.effort.models,
+            )
+            rows += [{**m.as_dict(), "broken": m.broken} for m in found]
+        return rows
+
+    def inversion(self) -> list[dict[str, Any]]:
+        """Both attacks on one step and on a whole round: without privacy and at each ε."""
+        effort = self.effort
+        count = max(effort.pictures, effort.round_pictures)
+        data = self._data(max(count, 60))
+        networks = {32: "xcal.audit.networks:lenet32", 64: "xcal.audit.networks:lenet64"}
+        smooth = networks.get(self._shown.pixels)
+        if smooth is None:
+            raise UserError("Gradient inversion is measured at pixels = 32 or 64.")
+        base = _experiment(self.keys, FOR_INVERSION, "fl")
+        levels: list[float | None] = [None, *effort.epsilons]
+        total = len(levels) * 2 * (effort.pictures + 1) + 2 * (effort.pictures + 1)
+        done = 0
+
+        def attacked(number: int) -> None:
+            nonlocal done
+            done += number
+            self._on_work("inversion", done / total)
+
+        for network, epsilons in ((smooth, levels), ("small", [None])):
+            self.inverted += invert_all(
+                base,
+                _some(data.train, 0, effort.pictures),
+                _some(data.train, 0, effort.round_pictures),
+                len(data.classes),
+                network=network,
+                epsilons=epsilons,
+                settings=effort.inversion,
+                on_attack=attacked,
+            )
+        return [r.summary() for r in self.inverted]
+
+    def run(self, attacks: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+        """The attacks named, in the usual order; results also written into `out`."""
+        for attack in attacks:
+            if attack not in ATTACKS:
+                raise UserError(f"Unknown attack {attack!r}: choose {', '.join(ATTACKS)}.")
+        result: dict[str, Any] = {
+            "command": command(),
+            "commit": commit(),
+            "versions": versions(),
+            "settings": {**BASE, **self.keys},
+            "effort": asdict(self.effort),
+            "seconds": {},
+        }
+        runs = {
+            "one-run": self.one_run,
+            "membership": self.membership,
+            "inversion": self.inversion,
+        }
+        for attack in ATTACKS:
+            if attack in (attacks or ATTACKS):
+                began = time.monotonic()
+                result[attack] = runs[attack]()
+                result["seconds"][attack] = round(time.monotonic() - began, 1)
+        result["broken"] = sorted(
+            {
+                row["method"]
+                for a in ("one-run", "membership")
+                for row in result.get(a, ())
+                if row["broken"]
+            }
+        )
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / "audit.json", result)
+            if self.inverted:
+                draw_inversion(one_step(self.inverted), out / "inversion.png")
+        return result
+
+
+def one_step(results: Sequence[Inverted]) -> list[Inverted]:
+    """What the picture shows: single steps of the smooth network, each attack at every level."""
+    chosen = [r for r in results if r.setting == "one step" and r.network != "small"]
+    return sorted(chosen, key=lambda r: (r.attack != "dlg", -(r.epsilon or 1e9)))
