@@ -112,9 +112,14 @@ class CanaryData(LocalData):
         drawn = poisson_draw(tap.uniforms_seen, rate)
         canary = drawn - self._first
         inside = (canary >= 0) & self._included[np.maximum(canary, 0)]
-        self.drawn_in = canary[inside]
+        self.drawn_in = canary[inside] if self._in_gradient else canary[:0]
         silent = canary >= 0 if self._in_gradient else (canary >= 0) & ~inside
         return batch.without(torch.from_numpy(silent))
+
+    def taken(self) -> NDArray[np.int64]:
+        """The gradient canaries of the last draw, once: a batch may be summed in portions."""
+        drawn, self.drawn_in = self.drawn_in, self.drawn_in[:0]
+        return drawn
 
 
 class CanaryEngine(ClippingEngine):
@@ -128,7 +133,7 @@ class CanaryEngine(ClippingEngine):
 
     def clipped_sum(self, *args: Any, clip: float, **options: Any) -> ClippedSum:
         found = super().clipped_sum(*args, clip=clip, **options)
-        flat = self._directions.sum_of(self._data.drawn_in) * clip
+        flat = self._directions.sum_of(self._data.taken()) * clip
         pieces = torch.split(flat, [g.numel() for g in found.gradients.values()])
         gradients = {
             name: value + piece.view_as(value)
