@@ -19,7 +19,7 @@ from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.rounds import RoundRequest, Weights, client_round
 from xcal.federation.site import Site
-from xcal.methods.registry import get_method
+from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.calibration import Plan
@@ -91,7 +91,7 @@ def train_alone(
             "The audit reads releases off the weights, so it needs optimizer = 'sgd': any other"
             " optimiser only processes the same releases further."
         )
-    method = get_method(experiment.method)
+    method = method_of(experiment)
     plan = method.plan(experiment, data.units, experiment.rounds)
     with _home(home) as folder:
         path = folder / "ledger.sqlite"
