@@ -50,6 +50,9 @@ KEYS = (
 ).split()
 FOUND = "validation_macro_f1 best_round_f1 sigma seconds commit command".split()
 
+FIRST = 7
+"""How many segments of EfficientNet-B0 stay frozen in every setting of the search (last:2)."""
+
 
 def grid(**choices: Any) -> list[dict[str, Any]]:
     """All combinations of the listed values."""
@@ -72,24 +75,34 @@ class Search:
             self._federations[seed] = prepare(make_experiment({**self._base, "seed": seed}))
         return self._federations[seed]
 
-    def activations(self, name: str, images: Images, split: Split) -> Tensor:
-        """What the frozen beginning makes of all images, computed once and kept on disk."""
-        if name in self._tables:
-            return self._tables[name]
+    def activations(self, name: str, images: Images, model: nn.Module, split: Split) -> Tensor:
+        """What the frozen beginning makes of all images.
+
+        What the first stages make of them is computed once for all settings and kept on disk; the
+        little that is left comes on top.
+        """
+        key = f"{name} {len(split.beginning)}"
+        if key in self._tables:
+            return self._tables[key]
+        segments = model.segments()  # type: ignore[operator]
+        shared = Split(tuple(segments[:FIRST]), tuple(segments[FIRST:]))
         b = self._base
         path = self._scratch / (
-            f"{b['data']}-{b['pixels']}-{b['output_stride']}-{split.digest()[:12]}-{name}.npy"
+            f"{b['data']}-{len(images)}-{b['pixels']}-{b['output_stride']}-{name}.npy"
         )
         if not path.exists():
             parts = [
-                split.begin(to_tensor(np.asarray(images.pixels[i : i + 32])))
+                shared.begin(to_tensor(np.asarray(images.pixels[i : i + 32])))
                 for i in range(0, len(images), 32)
             ]
             part = path.with_suffix(".part.npy")
             np.save(part, torch.cat(parts).numpy())
             part.rename(path)
-        self._tables[name] = torch.from_numpy(np.load(path))
-        return self._tables[name]
+        first = torch.from_numpy(np.load(path))
+        assert len(split.beginning) >= FIRST, "more of the network trains than the search keeps"
+        rest = Split(split.beginning[FIRST:], split.rest)
+        self._tables[key] = torch.cat([rest.begin(part) for part in first.split(64)])
+        return self._tables[key]
 
     def run(self, keys: dict[str, Any]) -> dict[str, Any]:
         """Train one setting; macro F1 on the validation images at the end and at its best."""
@@ -105,8 +118,8 @@ class Search:
         model = build_network(experiment, len(federation.data.classes))
         split = split_frozen(model)
         assert split is not None, "the search is for networks with a frozen beginning"
-        table = self.activations("train", federation.data.train, split)
-        shown = self.activations("validation", federation.data.validation, split)
+        table = self.activations("train", federation.data.train, model, split)
+        shown = self.activations("validation", federation.data.validation, model, split)
         curve = []
         with tempfile.TemporaryDirectory(dir=self._scratch) as place:
             sites = list(self._sites(federation, model, split, table, Path(place)))
