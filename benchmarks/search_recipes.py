@@ -40,13 +40,14 @@ from xcal.models.split import Split, split_frozen
 from xcal.privacy import ledger
 from xcal.privacy.ledger_rows import Terms
 from xcal.privacy.noise import SeededNoise
+from xcal.training.evaluate import predict
 from xcal.training.local import LocalData, trainable
 
 RESULTS = Path(__file__).parent / "results" / "recipes"
 # What a setting is known by; the rest of a row is what came of it.
 KEYS = (
-    "data train_images pixels output_stride train epsilon method batch rounds local_epochs lr clip"
-    " optimizer momentum average average_steps views augment seed"
+    "data train_images network pixels output_stride train epsilon method batch rounds local_epochs lr"
+    " clip optimizer momentum average average_steps views augment seed"
 ).split()
 FOUND = "validation_macro_f1 best_round_f1 sigma seconds commit command".split()
 
@@ -117,9 +118,11 @@ class Search:
         federation = replace(federation, experiment=experiment, plans=plans)
         model = build_network(experiment, len(federation.data.classes))
         split = split_frozen(model)
-        assert split is not None, "the search is for networks with a frozen beginning"
-        table = self.activations("train", federation.data.train, model, split)
-        shown = self.activations("validation", federation.data.validation, model, split)
+        validation = federation.data.validation
+        table = shown = None
+        if split is not None:
+            table = self.activations("train", federation.data.train, model, split)
+            shown = self.activations("validation", validation, model, split)
         curve = []
         with tempfile.TemporaryDirectory(dir=self._scratch) as place:
             sites = list(self._sites(federation, model, split, table, Path(place)))
@@ -137,7 +140,10 @@ class Search:
                 weights, _ = server_round(t, weights, replies, Mean(), None)
                 reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
                 load_weights(model, reported)
-                curve.append(self._f1(model, split, shown, federation))
+                if split is None or shown is None:
+                    curve.append(predict(model, validation).macro_f1())
+                else:
+                    curve.append(self._f1(model, split, shown, federation))
         assert plans[0] is not None
         return {
             "validation_macro_f1": round(curve[-1], 4),
@@ -149,7 +155,12 @@ class Search:
         }
 
     def _sites(
-        self, federation: Federation, model: nn.Module, split: Split, table: Tensor, place: Path
+        self,
+        federation: Federation,
+        model: nn.Module,
+        split: Split | None,
+        table: Tensor | None,
+        place: Path,
     ) -> Iterator[Site]:
         experiment = federation.experiment
         for client, shard in enumerate(federation.parts.shards):
@@ -161,9 +172,10 @@ class Search:
             data = LocalData(
                 federation.data.train.take(shard.indices), unit="record", images_per_unit=1
             )
-            kept = data.keep_activations(split, experiment.keep_mb)
-            assert kept, "raise keep_mb"
-            data.inputs.fill(table[torch.from_numpy(shard.indices)])
+            if table is not None:
+                kept = data.keep_activations(split, experiment.keep_mb)
+                assert kept, "raise keep_mb"
+                data.inputs.fill(table[torch.from_numpy(shard.indices)])
             yield Site(str(client), home, data, SeededNoise(experiment.seed), lambda: model)
 
     def _f1(self, model: nn.Module, split: Split, shown: Tensor, federation: Federation) -> float:
@@ -201,6 +213,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--pixels", type=int, default=128)
     parser.add_argument("--stride", type=int, default=32)
+    parser.add_argument("--network", default="efficientnet_b0")
     parser.add_argument("--train", default="head")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[0.5, 5.0])
     parser.add_argument("--batch", type=int, nargs="+", default=[1024])
@@ -224,10 +237,7 @@ def main() -> None:
         "data": given.data,
         "pixels": given.pixels,
         "output_stride": given.stride,
-        "network": "efficientnet_b0",
-        "norm": "frozen",
-        "weights": str(Path(os.environ["XCAL_DATA"]) / "weights" / "efficientnet_b0-imagenet.pth"),
-        "train": given.train,
+        "network": given.network,
         "method": "fl-dp",
         "clients": 3,
         "delta": 1e-5,
@@ -235,6 +245,9 @@ def main() -> None:
         "chunk": 512,
         "batch": 32,
     }
+    if given.network == "efficientnet_b0":
+        weights = Path(os.environ["XCAL_DATA"]) / "weights" / "efficientnet_b0-imagenet.pth"
+        base |= {"norm": "frozen", "weights": str(weights), "train": given.train}
     if given.train_images is not None:
         base["train_images"] = given.train_images
     # Where files lie on this machine is nobody's business.
