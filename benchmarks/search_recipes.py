@@ -46,8 +46,8 @@ from xcal.training.local import LocalData, trainable
 RESULTS = Path(__file__).parent / "results" / "recipes"
 # What a setting is known by; the rest of a row is what came of it.
 KEYS = (
-    "data train_images network pixels output_stride train epsilon method batch rounds local_epochs lr"
-    " clip optimizer momentum average average_steps views augment seed"
+    "data train_images network pixels output_stride train epsilon method batch rounds local_epochs"
+    " lr clip optimizer momentum average average_steps views augment seed"
 ).split()
 FOUND = "validation_macro_f1 best_round_f1 sigma seconds commit command".split()
 
