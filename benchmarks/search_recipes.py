@@ -4,8 +4,9 @@
 
 Every finished setting is a row of `benchmarks/results/recipes/DATA.csv`; a row that is there is not
 computed again, so an interrupted search goes on where it stood. Training is the package's own
-`client_round` and `server_round` on `fl-dp`; only what a frozen beginning makes of each image is
-computed once for all settings and kept in `--scratch`. The test images are never opened here.
+`client_round` and `server_round`; only what a frozen beginning makes of each image is computed once
+for all settings and kept in `--scratch`. The test images are not opened, but by `--test`, once for
+the setting that was chosen; those rows go to `DATA-test.csv`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ KEYS = (
     "data train_images network pixels output_stride train epsilon method batch rounds local_epochs"
     " lr clip optimizer momentum average average_steps views augment seed"
 ).split()
-FOUND = "validation_macro_f1 best_round_f1 sigma seconds commit command".split()
+FOUND = "test_macro_f1 validation_macro_f1 best_round_f1 sigma seconds commit command".split()
 
 FIRST = 7
 """How many segments of EfficientNet-B0 stay frozen in every setting of the search (last:2)."""
@@ -105,8 +106,11 @@ class Search:
         self._tables[key] = torch.cat([rest.begin(part) for part in first.split(64)])
         return self._tables[key]
 
-    def run(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Train one setting; macro F1 on the validation images at the end and at its best."""
+    def run(self, keys: dict[str, Any], test: bool = False) -> dict[str, Any]:
+        """Train one setting; macro F1 on the validation images at the end and at its best.
+
+        `test`: also, of the model at the end, on the test images.
+        """
         began = time.monotonic()
         experiment = make_experiment({**self._base, **keys})
         federation = self.federation(experiment.seed)
@@ -118,11 +122,9 @@ class Search:
         federation = replace(federation, experiment=experiment, plans=plans)
         model = build_network(experiment, len(federation.data.classes))
         split = split_frozen(model)
-        validation = federation.data.validation
-        table = shown = None
+        table = None
         if split is not None:
             table = self.activations("train", federation.data.train, model, split)
-            shown = self.activations("validation", validation, model, split)
         curve = []
         with tempfile.TemporaryDirectory(dir=self._scratch) as place:
             sites = list(self._sites(federation, model, split, table, Path(place)))
@@ -140,12 +142,11 @@ class Search:
                 weights, _ = server_round(t, weights, replies, Mean(), None)
                 reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
                 load_weights(model, reported)
-                if split is None or shown is None:
-                    curve.append(predict(model, validation).macro_f1())
-                else:
-                    curve.append(self._f1(model, split, shown, federation))
+                curve.append(self._f1("validation", federation.data.validation, model, split))
         assert plans[0] is not None
+        tested = self._f1("test", federation.data.test, model, split) if test else None
         return {
+            "test_macro_f1": "" if tested is None else round(tested, 4),
             "validation_macro_f1": round(curve[-1], 4),
             "best_round_f1": round(max(curve), 4),
             "sigma": round(plans[0].sigma_static, 3),
@@ -178,12 +179,13 @@ class Search:
                 data.inputs.fill(table[torch.from_numpy(shard.indices)])
             yield Site(str(client), home, data, SeededNoise(experiment.seed), lambda: model)
 
-    def _f1(self, model: nn.Module, split: Split, shown: Tensor, federation: Federation) -> float:
+    def _f1(self, name: str, images: Images, model: nn.Module, split: Split | None) -> float:
+        if split is None:
+            return predict(model, images).macro_f1()
+        shown = self.activations(name, images, model, split)
         with torch.no_grad():
             logits = torch.cat([split.go_on(part) for part in shown.split(256)])
-        labels = federation.data.validation.labels
-        classes = len(federation.data.classes)
-        return float(macro_f1(labels, logits.argmax(1).numpy(), classes))
+        return float(macro_f1(images.labels, logits.argmax(1).numpy(), logits.shape[1]))
 
 
 def read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
@@ -227,6 +229,8 @@ def main() -> None:
     parser.add_argument("--average-steps", type=float, nargs="+", default=[0.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--train-images", type=int, default=None)
+    parser.add_argument("--method", default="fl-dp")
+    parser.add_argument("--test", action="store_true")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "recipes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -238,7 +242,7 @@ def main() -> None:
         "pixels": given.pixels,
         "output_stride": given.stride,
         "network": given.network,
-        "method": "fl-dp",
+        "method": given.method,
         "clients": 3,
         "delta": 1e-5,
         "keep_mb": 4096,
@@ -253,7 +257,7 @@ def main() -> None:
     # Where files lie on this machine is nobody's business.
     told = re.sub(r" --(scratch|results) \S+", "", command())
     search = Search(base, given.scratch, told)
-    path = given.results / f"{given.data}.csv"
+    path = given.results / f"{given.data}{'-test' if given.test else ''}.csv"
     wanted = grid(
         seed=given.seeds,
         epsilon=given.epsilon,
@@ -272,7 +276,7 @@ def main() -> None:
         row = {key: resolved[key] for key in KEYS} | {"train_images": given.train_images or "all"}
         if tuple(str(row[k]) for k in KEYS) in read_rows(path):
             continue
-        row |= search.run(keys)
+        row |= search.run(keys, given.test)
         append_row(path, row)
         shown = " ".join(f"{k}={row[k]}" for k in KEYS[2:] if k not in ("method", "augment"))
         print(
