@@ -86,3 +86,22 @@ def test_the_docstrings_of_the_api_tell_the_truth() -> None:
     found = doctest.testmod(xcal)
     assert found.attempted > 0
     assert found.failed == 0
+
+
+def test_the_findings_are_those_of_the_committed_results() -> None:
+    namespace = runpy.run_path(str(ROOT / "docs" / "make_findings.py"), run_name="page")
+    text = (ROOT / "docs" / "findings.md").read_text()
+    assert text == namespace["page"](text), "run `python docs/make_findings.py`"
+
+
+def test_the_tables_of_results_are_views_of_their_cells() -> None:
+    from xcal.studies.declared import STUDIES, declare
+    from xcal.studies.scales import SCALES
+    from xcal.studies.store import Results, table_text
+
+    results = Results(ROOT / "results")
+    for scale in SCALES:
+        for study in STUDIES:
+            path = results.path / f"{study}-{scale}.csv"
+            if path.exists():
+                assert path.read_text() == table_text(results.of_grid(declare(study, scale))), path

@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "road_test_images": 100,
 }
 PLAIN_LR = 0.3
+REPORT = "report.html"
 
 
 def demo_command(
@@ -36,10 +37,11 @@ def demo_command(
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare
+    from xcal.report.report import save_report
 
     console = Console()
     if fresh and out.exists():
-        if any(p.name not in METHODS for p in out.iterdir()):
+        if any(p.name not in (*METHODS, REPORT) for p in out.iterdir()):
             raise UserError(f"{out} holds other things than a demo: remove it by hand.")
         shutil.rmtree(out)
     console.print(
@@ -73,6 +75,10 @@ def demo_command(
         " paper's own accounting. σ: mean noise multiplier over all steps."
         f"\nEach run's ledger, statement and traces are in {out}/<method>; try"
         f" `xcal ledger verify {out}/xcal`."
+    )
+    save_report(out / REPORT, [out / method for method in METHODS])
+    console.print(
+        f"The same on one page, with figures to touch and what each model looks at: {out / REPORT}"
     )
 
 

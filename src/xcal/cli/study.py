@@ -124,16 +124,23 @@ def study_command(
 
     The same command again goes on where it stopped; more seeds add to what is there.
     """
-    from xcal.studies.declared import declare
+    from xcal.studies.declared import STUDIES, declare
     from xcal.studies.grid import Choice
     from xcal.studies.runner import Options, run_grid
+    from xcal.studies.scales import SCALES
     from xcal.studies.store import Results, merge
 
     console = Console()
     if name == "merge":
         if not folders:
             raise UserError("Name the folders to merge: `xcal study merge DIR…`.")
-        merged = merge(Results(results), [Results(folder) for folder in folders])
+        ours = Results(results)
+        merged = merge(ours, [Results(folder) for folder in folders])
+        for known in ours.scales():
+            for study in STUDIES if known in SCALES else ():
+                grid = declare(study, known)
+                if ours.of_grid(grid):
+                    ours.write_table(grid)
         console.print(
             f"{merged.added} cells added to {results}, {merged.known} known already"
             + (
@@ -166,7 +173,7 @@ def study_command(
     console.print(f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}")
     try:
         with GridProgress(console, name) as progress:
-            outcome = run_grid(grid, options, progress)
+            outcome = run_grid(grid, options, progress, whole=declare(name, scale))
     except KeyboardInterrupt:
         console.print(f"\nInterrupted. {again}")
         raise typer.Exit(130) from None

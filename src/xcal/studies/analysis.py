@@ -169,7 +169,7 @@ def answer(comparisons: Sequence[Comparison], what: str) -> str:
     """The short answer over all places of a study."""
     said = [c for c in comparisons if c.f1.seeds >= 2]
     if not said:
-        return f"Too few finished cells to say anything about {what}: two seeds at least."
+        return f"No comparison {what} has the two seeds that a verdict needs yet."
     verdicts = [c.f1.verdict for c in said]
     roads = [c.road.verdict for c in said if c.road is not None]
 

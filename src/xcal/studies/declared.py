@@ -221,7 +221,7 @@ def efficiency(scale: Scale, choice: Choice) -> Grid:
     """The same runs as the main tables, read round by round."""
     offered = (BASELINE, "agp", "xcal-paper", "xcal")
     methods = _methods(choice, (BASELINE, "xcal") if scale.name == "smoke" else offered)
-    epsilons = _chosen(choice.epsilons, scale.epsilons[:1])
+    epsilons = _chosen(choice.epsilons, scale.epsilons[:2])
     return Grid(
         "efficiency",
         scale.name,

@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from xcal.errors import UserError
-from xcal.studies.grid import BUSY, Cell, Grid
+from xcal.studies.grid import BUSY, Cell, Grid, without_repetition
 from xcal.studies.store import Results
 
 # Rough needs of one process, in bytes: torch, the images, the activations of a chunk.
@@ -191,15 +191,25 @@ def run_grid(
     options: Options,
     watcher: Watcher | None = None,
     clock: Callable[[], float] = time.monotonic,
+    whole: Grid | None = None,
 ) -> Outcome:
-    """Run the cells that the results lack, and write the grid's table whenever one ends."""
+    """Run the cells that the results lack, and write the grid's table whenever one ends.
+
+    `whole` is the study's full grid where `grid` is a part of it: the table shows what is there of
+    both.
+    """
+    listed = (
+        grid
+        if whole is None
+        else replace(grid, cells=without_repetition((*whole.cells, *grid.cells)))
+    )
     watcher = watcher or Nobody()
     results = Results(options.results)
     weights = default_weights(options.weights)
     missing = [cell for cell in grid.cells if not results.has(cell)]
     for cell in missing:
         cell.experiment(weights)  # a grid that cannot be run is refused before any of it is
-    options = Options(**{**options.__dict__, "weights": weights})
+    options = replace(options, weights=weights)
     estimate = Estimate(grid, results)
     jobs = how_many(grid, options.jobs)
     known = len(grid.cells) - len(missing)
@@ -230,7 +240,7 @@ def run_grid(
                 if "code" in message:
                     running.remove(who)
                     _settle(who, message, outcome, watcher, estimate)
-                    results.write_table(grid)
+                    results.write_table(listed)
             done = outcome.finished + sum(r.share for r in running)
             watcher.moved(done, _time_left(waiting, running, estimate, jobs))
     finally:
@@ -238,7 +248,7 @@ def run_grid(
             process.stop()
         for process in running:
             process.process.wait()
-    results.write_table(grid)
+    results.write_table(listed)
     return outcome
 
 
