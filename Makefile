@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo static check test test-faults test-web bench clean
+.PHONY: help install demo static check test test-faults test-web test-federation bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
 	@echo "make test     all checks and tests"
+	@echo "make test-federation   the engines Flower and NVIDIA FLARE, with real processes"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
 	@echo "make test-web the report in a real browser (Chromium)"
@@ -58,6 +59,12 @@ test-faults: install
 	@XCAL_FAULTS=long $(PYTEST) tests/faults tests/properties/test_configurations.py
 	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8
+
+# Real processes on loopback; the engines are extras, so they are installed here.
+test-federation: install
+	@echo "== Federation: messages, homes, engines =="
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,flower]'
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/federation
 
 bench: install
 	@echo "== Step times against peers (benchmarks/results) =="

@@ -232,3 +232,35 @@ def die_at(owner: Any, name: str, count: int) -> None:
 def xcal_environment() -> dict[str, str]:
     path = os.pathsep.join([str(TESTS), str(ROOT / "src")])  # this checkout's code, not another's
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
+    """A simulated client home with its shard of TINY; `policy` overrides its terms."""
+    from xcal.config import make_experiment, to_toml
+    from xcal.federation.home import HomeTable, create_home
+    from xcal.federation.policy import Policy
+
+    made = experiment or make_experiment({**TINY, "method": "xcal"})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiment.toml").write_text(to_toml(made.resolved()))
+    about = HomeTable(
+        client=str(client),
+        population=f"simulated client {client}",
+        experiment="../experiment.toml",
+        shard=client,
+        threads=1,
+        message_log=True,
+        simulated=True,
+        seed=made.seed,
+    )
+    terms = {
+        "epsilon_total": 20.0,
+        "delta_total": 1e-2,
+        "epsilon_run": 8.0,
+        "delta_run": 1e-3,
+        "sigma_min": 0.0,
+        "methods": ("xcal", "fl-dp", "xcal-paper"),
+        "networks": (made.network,),
+        **policy,
+    }
+    return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path

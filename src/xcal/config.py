@@ -49,6 +49,12 @@ class Experiment(BaseModel):
     participants: Whole | None = Field(None, description="clients a round m; all if not given")
     rounds: Whole = Field(8, description="communication rounds T")
     local_epochs: Whole = Field(1, description="local epochs E")
+    quorum: Whole | None = Field(
+        None, description="fewest answers that make a round; all who were asked if not given"
+    )
+    round_timeout: Positive | None = Field(
+        None, description="seconds the server waits for a round's answers; for ever if not given"
+    )
     average: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="share of a round's weights in the reported model's running average"
     )

@@ -219,7 +219,7 @@ def test_nothing_private_in_what_is_printed_logged_or_replied(
     fields = set(json.loads((out / "rounds.jsonl").read_text().splitlines()[0])["clients"][0])
     assert fields == set(
         "client units steps halted order epsilon_spent epsilon_paper share_spent mean_sigma"
-        " mean_signal ledger_rows ledger_hash".split()
+        " mean_signal ledger_rows ledger_hash noise".split()
     )
     trace = set(json.loads((out / "trace.jsonl").read_text().splitlines()[0]))
     assert trace == {"client", "round", "step", "sigma", "signal", "share_spent"}

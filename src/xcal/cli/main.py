@@ -14,6 +14,7 @@ from xcal.cli import (
     demo,
     evaluate,
     explain,
+    home,
     ledger,
     panel,
     plan,
@@ -56,6 +57,7 @@ app.command("panel")(panel.panel_command)
 app.command("study")(study.study_command)
 app.command("report")(report.report_command)
 app.add_typer(ledger.app, name="ledger")
+app.add_typer(home.app, name="home")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
-from xcal.config import load_experiment
+from xcal.config import load_experiment, nearest
 from xcal.errors import UserError
+
+ENGINES = ("local", "flower")
 
 
 def run_command(
@@ -16,6 +19,12 @@ def run_command(
     sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
     out: Path | None = typer.Option(None, "--out", help="The run's folder; must not exist yet."),
     resume: Path | None = typer.Option(None, "--resume", help="Continue the run in this folder."),
+    engine: str = typer.Option(
+        "local", help="local: in this process; flower: clients in parallel, over Ray."
+    ),
+    client_cpus: float = typer.Option(1.0, help="flower: CPUs for one client."),
+    client_gpus: float = typer.Option(0.0, help="flower: GPUs for one client, or a share of one."),
+    ray_address: str | None = typer.Option(None, help="flower: a Ray cluster's address."),
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
@@ -23,6 +32,10 @@ def run_command(
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare
 
+    if engine not in ENGINES:
+        raise UserError(f"Unknown engine {engine!r}.{nearest(engine, ENGINES)}")
+    if engine == "flower" and find_spec("flwr") is None:
+        raise UserError("The engine flower is not installed: pip install 'xcal-fl[flower]'.")
     console = Console()
     federation = None
     if resume is not None:
@@ -42,7 +55,13 @@ def run_command(
         folder = RunFolder.create(out, made, sorted(given))
     try:
         with LiveProgress(console) as progress:
-            result = run_experiment(folder, progress, federation)
+            if engine == "flower":
+                from xcal.federation.flower.simulation import Resources, run_on_flower
+
+                resources = Resources(client_cpus, client_gpus, ray_address)
+                result = run_on_flower(folder, progress, federation, resources)
+            else:
+                result = run_experiment(folder, progress, federation)
     except KeyboardInterrupt:
         console.print(
             f"\nInterrupted. Nothing is lost: continue with `xcal run --resume {folder.path}`."

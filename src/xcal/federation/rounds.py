@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
-from xcal.errors import UserError
-from xcal.federation.files import read_tensors, write_tensors
+from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
+from xcal.federation.refusals import Refused
 from xcal.federation.site import Pace, Site
 from xcal.methods.base import Method, clips_units, save_state
 from xcal.methods.registry import method_of
@@ -25,7 +25,7 @@ from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import RunTerms
+from xcal.privacy.ledger_rows import Head, RunTerms
 from xcal.training.local import (
     Bench,
     Optimiser,
@@ -52,11 +52,14 @@ class RoundRequest:
 
 @dataclass(frozen=True)
 class ClientReport:
-    """What a client tells about a round: functions of its releases and of public constants."""
+    """What a client tells about a round: functions of its releases and of public constants.
+
+    None where there is no such thing, or where the client's policy does not let it out.
+    """
 
     client: str
     units: int
-    steps: int  # made so far in all rounds
+    steps: int | None  # made so far in all rounds
     halted: bool
     order: float | None
     epsilon_spent: float | None
@@ -64,8 +67,16 @@ class ClientReport:
     share_spent: float | None
     mean_sigma: float | None
     mean_signal: float | None
-    ledger_rows: int
-    ledger_hash: str
+    ledger_rows: int | None
+    ledger_hash: str | None
+    noise: str | None = None  # what it comes from: secure, or seeded in a simulation
+
+    @property
+    def head(self) -> Head | None:
+        """The client's ledger as it stood after the round."""
+        if self.ledger_rows is None or self.ledger_hash is None:
+            return None
+        return Head(self.ledger_rows, self.ledger_hash)
 
 
 @dataclass(frozen=True)
@@ -83,17 +94,29 @@ def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Put received weights into the model, after checking names, shapes, types and values."""
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """Refuse weights whose names, shapes or types are not the model's, or that are not finite."""
     parameters = trainable(model)
     if set(parameters) != set(weights):
-        raise UserError("The weights received do not belong to this network: names differ.")
+        raise Refused(
+            "weights-mismatch",
+            "The weights received do not belong to this network: names differ.",
+        )
     for name, parameter in parameters.items():
         value = weights[name]
         if value.shape != parameter.shape or value.dtype != parameter.dtype:
-            raise UserError(f"The weights received for {name} have the wrong shape or type.")
+            raise Refused(
+                "weights-mismatch",
+                f"The weights received for {name} have the wrong shape or type.",
+            )
         if not bool(torch.isfinite(value).all()):
-            raise UserError(f"The weights received for {name} are not finite.")
+            raise Refused("weights-not-finite", f"The weights received for {name} are not finite.")
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Put received weights into the model, after checking names, shapes, types and values."""
+    check_weights(model, weights)
+    parameters = trainable(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -127,13 +150,15 @@ def client_round(
         if finished is not None:
             tensors, about = finished
             if about["round"] > request.round:
-                raise UserError(
-                    f"Round {request.round} lies before the last one answered: refused."
+                raise Refused(
+                    "round-past",
+                    f"Round {request.round} lies before the last one answered: refused.",
                 )
             if about["round"] == request.round:
                 if about["request"] != digest:
-                    raise UserError(
-                        f"Round {request.round} was answered already, for other weights: refused."
+                    raise Refused(
+                        "round-other-weights",
+                        f"Round {request.round} was answered already, for other weights: refused.",
                     )
                 return _reply_from(tensors, about)
         previous = finished[1] if finished is not None else None
@@ -148,7 +173,7 @@ def _last_reply(site: Site, request: RoundRequest) -> tuple[Weights, dict[str, A
     path = site.folder(request.run) / "reply.safetensors"
     found = read_tensors(path)
     if found is None and path.exists():
-        raise UserError(f"{path} cannot be read: it is damaged. Restore it from a backup.")
+        raise Refused("home", f"{path} cannot be read: it is damaged. Restore it from a backup.")
     return found
 
 
@@ -164,28 +189,29 @@ def _train(
     experiment = request.experiment
     method = method_of(experiment)
     if request.round not in request.own_rounds:
-        raise UserError(f"Round {request.round} is not one of this client's own: refused.")
+        raise Refused(
+            "round-not-own", f"Round {request.round} is not one of this client's own: refused."
+        )
     plan = method.plan(experiment, site.data.units, len(request.own_rounds))
     if experiment.unit != site.data.unit:
-        raise UserError(
-            f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused."
+        raise Refused(
+            "unit-not-allowed",
+            f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused.",
         )
     model = site.build_model()
-    load_weights(model, weights)  # refused before the ledger is touched
-
+    load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     seeded = site.noise.name == "seeded"
-    account = Account(ledger, terms, replayable=seeded) if plan is not None else None
+    account = (
+        Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
+        if plan is not None
+        else None
+    )
     if account is None:
         ledger.reserve(terms)
         ledger.record_unbounded(request.run, request.round)
     else:
-        remembered = previous["round"] if previous else -1
-        if any(remembered < r < request.round or r > request.round for r in account.rounds_paid):
-            raise UserError(
-                f"The ledger {site.ledger_path} knows rounds of this run that its home does not"
-                " remember: restore the home, or start a new run."
-            )
+        _check_memory(site, request, account, previous["round"] if previous else -1)
 
     optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
@@ -248,6 +274,34 @@ def _train(
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
+
+
+def _check_memory(site: Site, request: RoundRequest, account: Account, remembered: int) -> None:
+    """Refuse where the ledger knows rounds that the home has forgotten.
+
+    A round that was begun and never answered, because the client died in it and the server went on
+    without, is no such round: the home wrote down that it began it, and after which answer.
+    """
+    path = site.folder(request.run) / "begun.json"
+    begun: dict[str, Any] = {"round": remembered, "after": remembered, "given_up": []}
+    if path.exists():
+        begun = read_json(path)
+    given_up = list(begun["given_up"]) if begun["after"] == remembered else []
+    if begun["after"] == remembered and remembered < begun["round"] < request.round:
+        given_up.append(begun["round"])
+    forgotten = (
+        r > request.round or (remembered < r < request.round and r not in given_up)
+        for r in account.rounds_paid
+    )
+    if any(forgotten) or remembered not in (begun["after"], begun["round"]):
+        raise Refused(
+            "home",
+            f"The ledger {site.ledger_path} knows rounds of this run that its home does not"
+            " remember: restore the home, or start a new run.",
+        )
+    now = {"round": request.round, "after": remembered, "given_up": given_up}
+    if now != begun or not path.exists():
+        write_json(path, now)
 
 
 def _weights_of(model: nn.Module) -> Weights:
@@ -347,4 +401,5 @@ def _report(
         mean_signal=_mean([r.signal for r in trace if r.signal is not None]),
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,
+        noise=site.noise.name,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,11 @@ class Federation:
     experiment: Experiment
     method: Method
     data: ImageData
-    parts: Partition
+    parts: Partition | None  # None: the clients are elsewhere, and their data with them
     schedule: tuple[tuple[int, ...], ...]  # clients of each round
     plans: tuple[Plan | None, ...]
     server_plan: Plan | None = None  # where a trusted server adds the noise
+    names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
 
     @property
     def participants(self) -> int:
@@ -49,6 +51,8 @@ class Federation:
         return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
 
     def steps_of_round(self, client: int) -> int:
+        if self.parts is None:
+            return 0  # how many units a client elsewhere has, it tells with its first answer
         units = _units(self.data.train, self.parts.shards[client], self.experiment.unit)
         return self.experiment.local_epochs * -(-units // self.experiment.batch)
 
@@ -85,6 +89,15 @@ def draw_schedule(
     )
 
 
+def check_network(experiment: Experiment, network: nn.Module, side: int) -> None:
+    """Refuse a network that does not suit the method, or in which no unit can be bounded."""
+    method = method_of(experiment)
+    if isinstance(method, ChoosyMethod):
+        method.check_network(network, experiment)
+    ClippingEngine(network)
+    _check_independence(network, side)
+
+
 def _check_independence(network: nn.Module, side: int) -> None:
     """Refuse a network whose answer to an image depends on its neighbours or on chance."""
     images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
@@ -98,15 +111,9 @@ def _check_independence(network: nn.Module, side: int) -> None:
             raise UserError(f"The network {why}, so one image's influence cannot be bounded.")
 
 
-def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
-    """Data, partition, schedule and plans: every refusal that can come, comes here.
-
-    `new`: the run has not begun, so homes given by path are asked whether they would admit it.
-    """
+def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:
+    """The data set as the experiment uses it, and how its training images are spread."""
     method = method_of(experiment)
-    check_views(experiment.views, experiment.augment)
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
     # Drawn images need not be drawn to be left out.
     fewer = {"train": experiment.train_images} if experiment.data == "smear" else {}
     options = {key: count for key, count in fewer.items() if count is not None}
@@ -132,6 +139,20 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             keep_groups=experiment.keep_groups,
             unit=experiment.unit,
         )
+    return data, parts
+
+
+def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
+    """Data, partition, schedule and plans: every refusal that can come, comes here.
+
+    `new`: the run has not begun, so homes given by path are asked whether they would admit it.
+    """
+    method = method_of(experiment)
+    check_views(experiment.views, experiment.augment)
+    if experiment.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
+    data, parts = load_parts(experiment)
+    train, clients = data.train, len(parts.shards)
     schedule = draw_schedule(
         clients,
         experiment.rounds,
@@ -167,14 +188,41 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     server_plan = check_rule(experiment, method, len(schedule[0]))
     if clips_units(method):  # refuse an unfit network before anything is charged
         network = build_network(experiment, len(data.classes))
-        if isinstance(method, ChoosyMethod):
-            method.check_network(network, experiment)
-        ClippingEngine(network)
-        _check_independence(network, train.pixels.shape[1])
+        check_network(experiment, network, train.pixels.shape[1])
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
         # All homes are asked before any is charged: one refusal must not cost the others.
         with Ledger(Path(home) / "ledger.sqlite") as book:
             book.check(
                 run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
             )
-    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan)
+    names = tuple(str(client) for client in range(clients))
+    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan, names)
+
+
+def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
+    """What a server knows beforehand of a federation whose clients are elsewhere, by name.
+
+    Of its own data set it uses the classes and the public validation and test images; each client
+    makes its plan from the units it declares, and the server the same one from its first answer.
+    """
+    method = method_of(experiment)
+    if method.pooled or experiment.homes is not None:
+        raise UserError(
+            "The clients of this federation hold their own data and homes: leave out homes, and"
+            " choose another method than centralized."
+        )
+    if len(set(names)) != len(names) or len(names) != experiment.clients:
+        raise UserError(
+            f"clients = {experiment.clients}, and {len(set(names))} different ones are known"
+            f" ({', '.join(names)}): they must agree."
+        )
+    fewer = {"train": 1} if experiment.data == "smear" else {}
+    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **fewer)
+    schedule = draw_schedule(
+        len(names), experiment.rounds, experiment.participants, experiment.seed
+    )
+    server_plan = check_rule(experiment, method, len(schedule[0]))
+    if clips_units(method):
+        network = build_network(experiment, len(data.classes))
+        check_network(experiment, network, experiment.pixels)
+    return Federation(experiment, method, data, None, schedule, (), server_plan, tuple(names))

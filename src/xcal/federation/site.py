@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Site:
     # Who clips and sums. An audit puts its canaries in here; nothing else replaces it.
     make_engine: Callable[..., ClippingEngine] = ClippingEngine
     expected_head: Head | None = None
+    sigma_floor: float = 0.0  # the owner's lowest noise multiplier
     _digest: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +61,18 @@ class Site:
             self._digest = self.data.digest()
         context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
         return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[int]:
+    """torch with `count` threads (0: as it is), and as before afterwards."""
+    before = torch.get_num_threads()
+    wanted = count or before
+    torch.set_num_threads(wanted)
+    try:
+        yield wanted
+    finally:
+        torch.set_num_threads(before)
 
 
 class Pace:

@@ -20,7 +20,7 @@ COMMON_KEYS = frozenset(
     " participants rounds local_epochs average partition concentration units_per_client"
     " keep_groups unit images_per_unit group_cap noise batch lr optimizer momentum"
     " validation_images road_images road_every road_test_images seed threads device aggregation"
-    " trim views augment average_steps chunk keep_mb preset".split()
+    " trim quorum round_timeout views augment average_steps chunk keep_mb preset".split()
 )
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
@@ -110,7 +110,7 @@ class ChoosyMethod(Protocol):
 
 def clips_units(method: Method) -> bool:
     """Whether its step sums clipped unit gradients: then the network must be fit for it."""
-    return "chunk" in method.uses
+    return "clip" in method.uses and not isinstance(method, CentralMethod)
 
 
 def nominal_epsilon(method: Method, experiment: Experiment) -> float | None:

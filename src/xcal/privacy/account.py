@@ -10,6 +10,10 @@ from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Charge, Head, Release, RunTerms
 
 
+class NoiseTooLow(UserError):
+    """A step with less noise than the client's owner allows."""
+
+
 class Account:
     """What a training step pays with.
 
@@ -17,14 +21,19 @@ class Account:
     same inputs is the same release and is not charged again; with other inputs it is refused, since
     the same noise on two queries gives away their difference. Otherwise (secure noise) whatever is
     drawn anew is charged anew, and what was paid stays paid.
+
+    `floor`: the lowest multiplier the client's owner allows, all releases of a step together.
     """
 
-    def __init__(self, ledger: Ledger, terms: RunTerms, *, replayable: bool) -> None:
+    def __init__(
+        self, ledger: Ledger, terms: RunTerms, *, replayable: bool, floor: float = 0.0
+    ) -> None:
         if terms.order is None or terms.budget is None:
             raise ValueError(f"the method {terms.method!r} has no guarantee to account for")
         ledger.reserve(terms)
         self.terms = terms
         self._ledger = ledger
+        self._floor = floor
         self._replayable = replayable
         self._charges = ledger.charges(terms.run)
         self._recorded = {(c.round, c.step): c for c in self._charges} if replayable else {}
@@ -91,6 +100,11 @@ class Account:
 
         Raises `BudgetExhausted`, with nothing written, where run or population has no room left.
         """
+        if sigma < self._floor:
+            raise NoiseTooLow(
+                f"Step {step} of round {round_number} would use a multiplier of {sigma:.3g}, and"
+                f" {self._floor:g} is the lowest allowed here: nothing was charged or released."
+            )
         charge = Charge(self.terms.run, round_number, step, rate, sigma, cost, releases, inputs)
         known = self._recorded.get((round_number, step))
         if known is not None:

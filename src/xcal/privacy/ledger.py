@@ -32,6 +32,7 @@ from xcal.privacy.ledger_rows import (
     UNREADABLE,
     Charge,
     Head,
+    LedgerBusy,
     Row,
     RunTerms,
     Terms,
@@ -152,7 +153,7 @@ class Ledger:
         except OSError as error:
             os.close(self._lock)
             raise refuse(
-                path, "is in use by another process: wait until it ends, or stop it."
+                path, "is in use by another process: wait until it ends, or stop it.", LedgerBusy
             ) from error
         try:
             self._open(expected)

@@ -134,8 +134,16 @@ def read_head(path: Path) -> Head | None:
     return None
 
 
-def refuse(path: Path, what: str) -> UserError:
-    return UserError(f"The ledger {path} {what}")
+class LedgerRefusal(UserError):
+    """The ledger cannot be used, or does not admit what was asked."""
+
+
+class LedgerBusy(LedgerRefusal):
+    """Another process holds the ledger."""
+
+
+def refuse(path: Path, what: str, kind: type[LedgerRefusal] = LedgerRefusal) -> LedgerRefusal:
+    return kind(f"The ledger {path} {what}")
 
 
 def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:

@@ -1,0 +1,24 @@
+"""Writes docs/messages.md, and the table of refusal codes in docs/federation.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from xcal.federation.inventory import markdown
+from xcal.federation.refusals import CODES
+
+HERE = Path(__file__).parent
+TABLE = re.compile(r"\| code \| what it says \|\n(\|.*\n)*")
+
+
+def codes() -> str:
+    """The refusal codes as a table."""
+    rows = "".join(f"| `{code}` | {text} |\n" for code, text in CODES.items())
+    return f"| code | what it says |\n|---|---|\n{rows}"
+
+
+if __name__ == "__main__":
+    (HERE / "messages.md").write_text(markdown())
+    page = HERE / "federation.md"
+    page.write_text(TABLE.sub(lambda _: codes(), page.read_text()))

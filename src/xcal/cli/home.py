@@ -1,0 +1,176 @@
+"""`xcal home`: a client's own folder, with its data reference, policy, ledger and refusal log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from xcal.errors import UserError
+
+app = typer.Typer(
+    help="A client's own folder: who it is, what it allows, what it has paid, what it refused.",
+    no_args_is_help=True,
+)
+
+
+Made = TypeVar("Made", bound=BaseModel)
+
+
+def checked(kind: type[Made], **values: Any) -> Made:
+    """A table from options; the first that is not accepted becomes one sentence."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = str(first["loc"][0]).replace("_", "-")
+        what = first["msg"][:1].lower() + first["msg"][1:]
+        raise UserError(f"--{option} is not accepted: {what}.") from None
+
+
+@app.command("init")
+def init_command(
+    home: Path = typer.Argument(..., help="The folder to make."),
+    client: str = typer.Option(..., help="The name this client goes by in federations."),
+    population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
+    epsilon: float = typer.Option(..., help="Highest ε of all runs together, for life."),
+    delta: float = typer.Option(..., help="Highest δ of all runs together, for life."),
+    data: str | None = typer.Option(None, help="An imported data set: its training images."),
+    experiment: Path | None = typer.Option(
+        None, help="Instead of --data, for trials: an experiment file, of which it has a part."
+    ),
+    shard: int = typer.Option(0, help="With --experiment: which part, from 0."),
+    epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
+    delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
+    unit: str = typer.Option("record", help="What a run must protect at least: record or group."),
+    weights: Path | None = typer.Option(None, help="Published weights the network starts from."),
+    seed: int | None = typer.Option(
+        None, help="Only for a simulation: noise and draws come from this seed."
+    ),
+) -> None:
+    """Make a client home: `home.toml`, `policy.toml` and a ledger with your limits."""
+    from xcal.federation.home import HomeTable, create_home
+    from xcal.federation.policy import Policy
+    from xcal.privacy.calibration import check_target
+
+    check_target(epsilon, delta)
+    if (data is None) == (experiment is None):
+        raise UserError("Say where the data are: --data NAME, or for a trial --experiment FILE.")
+    if unit not in ("record", "group"):
+        raise UserError(f"--unit is record or group, not {unit!r}.")
+    if (epsilon_run or 0) > epsilon or (delta_run or 0) > delta:
+        raise UserError("One run cannot have more than all: lower --epsilon-run or --delta-run.")
+    about = checked(
+        HomeTable,
+        client=client,
+        population=population,
+        data=data,
+        experiment=None if experiment is None else str(experiment.resolve()),
+        shard=shard,
+        weights=None if weights is None else str(weights.resolve()),
+        simulated=seed is not None,
+        seed=seed,
+    )
+    policy = checked(
+        Policy,
+        epsilon_total=epsilon,
+        delta_total=delta,
+        epsilon_run=epsilon_run or epsilon,
+        delta_run=delta_run or delta,
+        unit=unit,
+    )
+    made = create_home(home, about, policy, unit=unit)
+    typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
+    typer.echo(
+        "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
+        " a lost ledger cannot be replaced."
+    )
+
+
+@app.command("show")
+def show_command(
+    home: Path = typer.Argument(..., help="A client home."),
+    refusals: int = typer.Option(5, help="How many of the last refusals to show."),
+) -> None:
+    """Show what a client allows, what it has paid, and what it refused last."""
+    from xcal.federation.home import ClientHome
+    from xcal.privacy.ledger_rows import read_rows, runs_of
+
+    opened = ClientHome.open(home)
+    console = Console()
+    about, policy = opened.about, opened.policy
+    console.print(
+        f"Client {about.client!r}, population {about.population!r}, data"
+        f" {about.data or about.experiment!r},"
+        f" {'simulated: seeded noise' if about.simulated else 'secure noise'}.",
+        highlight=False,
+    )
+    table = Table(title="Policy", title_justify="left")
+    table.add_column("key")
+    table.add_column("value")
+    table.add_column("what it is")
+    for key, value in policy.model_dump().items():
+        shown = ", ".join(value) if isinstance(value, tuple) else f"{value}"
+        table.add_row(key, shown, type(policy).model_fields[key].description)
+    console.print(table)
+    runs = runs_of(read_rows(opened.ledger_path)).values()
+    spent = sum(run.epsilon or 0.0 for run in runs)
+    console.print(
+        f"{len(runs)} runs reserved ε = {spent:g} of {policy.epsilon_total:g}:"
+        f" `xcal ledger show {home}` has the rows."
+    )
+    logged = opened.refusals()
+    console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")
+    for entry in logged[-refusals:] if refusals > 0 else []:
+        last = str(entry["detail"]).strip().splitlines()[-1:]
+        console.print(f"  {entry['time']} {entry['code']}: {''.join(last)}", highlight=False)
+
+
+@app.command("check")
+def check_command(home: Path = typer.Argument(..., help="A client home.")) -> None:
+    """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""
+    from xcal.data import catalog
+    from xcal.federation.home import ClientHome
+    from xcal.federation.policy import looser_than_recommended
+    from xcal.privacy.ledger_rows import read_rows, terms_of, verify
+
+    opened = ClientHome.open(home)
+    typer.echo("home.toml and policy.toml: in order")
+    wrong = []
+    check = verify(opened.ledger_path)
+    if not check.ok:
+        wrong.append(f"the ledger's row {check.row} {check.problem}")
+    else:
+        typer.echo(f"ledger: {check.rows} rows, all in order")
+        terms = terms_of(read_rows(opened.ledger_path))
+        if terms.population != opened.about.population:
+            wrong.append(
+                f"the ledger is of the population {terms.population!r}, the home of"
+                f" {opened.about.population!r}"
+            )
+        if opened.about.simulated and not terms.simulated:
+            wrong.append("the home is simulated, and its ledger protects a real population")
+    try:
+        if opened.about.data is not None:
+            images = catalog.load(opened.about.data).train
+        else:
+            images = opened.images(opened.trial()).images
+        typer.echo(f"data: {len(images)} training images (their number of units becomes public)")
+    except UserError as error:
+        wrong.append(f"the data cannot be had: {error}")
+    weights = opened.about.weights
+    if weights is not None and not (opened.path / Path(weights).expanduser()).is_file():
+        wrong.append(f"there is no weights file {weights}")
+    for advice in looser_than_recommended(opened.policy):
+        typer.echo(f"policy looser than recommended: {advice}")
+    for name in ("home.toml", "policy.toml"):
+        if (opened.path / name).stat().st_mode & 0o022:
+            typer.echo(f"{name} can be written by others on this machine: chmod go-w it.")
+    for text in wrong:
+        typer.echo(f"{home}: {text}", err=True)
+    if wrong:
+        raise typer.Exit(1)

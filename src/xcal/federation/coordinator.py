@@ -1,0 +1,334 @@
+"""The server's loop over rounds, without an engine: ask, combine, measure, write down, go on.
+
+Engines differ in how a question reaches a client; everything else is here, once: quorum, timeout,
+refusals, the checkpoint of every round, resuming under the same name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from xcal.errors import UserError
+from xcal.federation.aggregation import ServerRule, averaged, server_round
+from xcal.federation.folder import RunFolder
+from xcal.federation.messages import (
+    MAX_MESSAGE,
+    Refusal,
+    Request,
+    decode_answer,
+    encode_request,
+    frozen_digest,
+    public_keys,
+)
+from xcal.federation.outcome import measure_round, public_subset, write_preamble
+from xcal.federation.refusals import Refused
+from xcal.federation.rounds import (
+    RoundReply,
+    RoundRequest,
+    Weights,
+    check_weights,
+    load_weights,
+)
+from xcal.federation.setup import Federation
+from xcal.methods.base import save_state
+from xcal.models.registry import build_network
+from xcal.privacy.ledger_rows import Head
+from xcal.training.local import trainable
+
+
+class Progress(Protocol):
+    """Who wants to see how a run comes along."""
+
+    def start(self, total_steps: int, done_steps: int) -> None: ...
+
+    def step(self, count: int) -> None: ...
+
+    def round(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class Silent:
+    """Nobody does."""
+
+    def start(self, total_steps: int, done_steps: int) -> None: ...
+
+    def step(self, count: int) -> None: ...
+
+    def round(self, record: dict[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the server asks of one client."""
+
+    client: str
+    request: RoundRequest
+    weights: Weights
+    head: Head | None  # the client's ledger as last seen: a shorter one is noticed
+
+
+Answer = RoundReply | Refusal | None  # None: no answer in time
+
+
+class Transport(Protocol):
+    """How questions reach clients."""
+
+    def ask(
+        self, round_number: int, questions: Sequence[Question], timeout: float | None
+    ) -> Mapping[str, Answer]:
+        """The answers by client, as far as they came within `timeout` seconds."""
+        ...
+
+    def late(self) -> list[str]:
+        """Clients whose answers to earlier rounds came too late, since this was last asked."""
+        ...
+
+
+class Carrier(Protocol):
+    """All that an engine must do: carry bytes to clients and theirs back, in time."""
+
+    def exchange(
+        self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
+    ) -> Mapping[str, bytes]:
+        """The answers that came within `timeout` seconds, by client."""
+        ...
+
+    def late(self) -> list[str]:
+        """Clients whose answers to earlier rounds came too late, since this was last asked."""
+        ...
+
+
+class Remote:
+    """A transport over a carrier: messages are encoded here, and answers checked before use."""
+
+    def __init__(
+        self, carrier: Carrier, model: nn.Module, progress: Progress | None = None
+    ) -> None:
+        self._carrier = carrier
+        self._model = model
+        self._frozen = frozen_digest(model)
+        self._progress = progress or Silent()
+
+    def ask(
+        self, round_number: int, questions: Sequence[Question], timeout: float | None
+    ) -> dict[str, Answer]:
+        messages = {q.client: encode_request(self._request(q)) for q in questions}
+        came = self._carrier.exchange(round_number, messages, timeout)
+        return {
+            q.client: self._read(q, came[q.client]) if q.client in came else None for q in questions
+        }
+
+    def late(self) -> list[str]:
+        return self._carrier.late()
+
+    def _request(self, question: Question) -> Request:
+        asked = question.request
+        return Request(
+            client=question.client,
+            run=asked.run,
+            round=asked.round,
+            own_rounds=asked.own_rounds,
+            experiment=public_keys(asked.experiment),
+            initial_seed=asked.experiment.seed,
+            frozen=self._frozen,
+            head=question.head,
+            weights=question.weights,
+            validation_losses=asked.validation_losses,
+        )
+
+    def _read(self, question: Question, data: bytes) -> Answer:
+        """An answer as it came, or the refusal it amounts to: a client may send anything."""
+        try:
+            got = decode_answer(data, MAX_MESSAGE)
+            if isinstance(got, Refusal):
+                return Refusal(question.client, got.code)
+            asked = question.request
+            if (got.client, got.run, got.round) != (question.client, asked.run, asked.round):
+                return Refusal(question.client, "malformed")
+            if got.answer.weights is not None:
+                check_weights(self._model, got.answer.weights)
+        except Refused as error:
+            return Refusal(question.client, error.code)
+        self._progress.step(len(got.answer.trace))
+        return got.answer
+
+
+@dataclass
+class State:
+    """The server between two rounds: all of it is in the checkpoint."""
+
+    weights: Weights
+    reported: Weights
+    rounds: int = 0  # complete ones
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    heads: dict[str, Head] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # on public validation images, one a round
+    server: Any = None  # the rule's
+
+
+def load_state(folder: RunFolder, first: Weights, rule: ServerRule, device: str) -> State:
+    """Where the run stands: after its last complete round, or at the beginning."""
+    found = folder.load_checkpoint()
+    if found is None:
+        return State(first, first, server=rule.load_state(None))
+    tensors, about = found
+    kinds = [
+        {k.removeprefix(kind): v.to(device) for k, v in tensors.items() if k.startswith(kind)}
+        for kind in ("global/", "reported/")
+    ]
+    return State(
+        weights=kinds[0],
+        reported=kinds[1],
+        rounds=about["rounds"],
+        reports=about["reports"],
+        heads={c: Head(**h) for c, h in about["heads"].items()},
+        losses=about.get("losses", []),
+        server=rule.load_state(about.get("server")),
+    )
+
+
+def save_checkpoint(folder: RunFolder, state: State) -> None:
+    folder.save_checkpoint(
+        {f"global/{k}": v for k, v in state.weights.items()}
+        | {f"reported/{k}": v for k, v in state.reported.items()},
+        {
+            "rounds": state.rounds,
+            "reports": state.reports,
+            "heads": {c: asdict(h) for c, h in state.heads.items()},
+            "losses": state.losses,
+            "server": save_state(state.server),
+        },
+    )
+
+
+class Coordinator:
+    """One run's rounds, from wherever its folder stands to the last."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        federation: Federation,
+        rule: ServerRule,
+        progress: Progress | None = None,
+    ) -> None:
+        experiment = federation.experiment
+        self.folder, self.federation, self.rule = folder, federation, rule
+        self.progress = progress or Silent()
+        self.model = build_network(experiment, len(federation.data.classes)).to(experiment.device)
+        first: Weights = {k: p.detach().clone() for k, p in trainable(self.model).items()}
+        self.state = load_state(folder, first, rule, experiment.device)
+        for name in ("rounds.jsonl", "trace.jsonl"):
+            folder.rewrite_lines(name, self.state.rounds)
+        validation = federation.data.validation
+        self._validation = public_subset(validation, experiment.validation_images)
+        self._explained = public_subset(validation, experiment.road_images)
+
+    def run(self, transport: Transport) -> nn.Module:
+        """All rounds that are left; the reported model, whose state is checkpointed."""
+        federation = self.federation
+
+        def planned(rounds: Sequence[tuple[int, ...]]) -> int:
+            return sum(federation.steps_of_round(c) for chosen in rounds for c in chosen)
+
+        schedule, done = federation.schedule, self.state.rounds
+        self.progress.start(planned(schedule), planned(schedule[:done]))
+        for t in range(done, federation.experiment.rounds):
+            self._round(t, transport)
+        load_weights(self.model, self.state.reported)
+        return self.model
+
+    def _round(self, t: int, transport: Transport) -> None:
+        began, state, experiment = time.monotonic(), self.state, self.federation.experiment
+        run = self.folder.about["run"]
+        questions = [
+            Question(
+                self.federation.names[c],
+                RoundRequest(
+                    run, t, self.federation.own_rounds(c), experiment, tuple(state.losses)
+                ),
+                state.weights,
+                state.heads.get(self.federation.names[c]),
+            )
+            for c in self.federation.schedule[t]
+        ]
+        answers = transport.ask(t, questions, experiment.round_timeout)
+        asked = [q.client for q in questions]
+        replies = [a for a in map(answers.get, asked) if isinstance(a, RoundReply)]
+        refused = {c: a.code for c in asked if isinstance(a := answers.get(c), Refusal)}
+        missing = [c for c in asked if answers.get(c) is None]
+        self._log_refusals(t, refused)
+        if "diverged" in refused.values():
+            self._diverged(t)
+        self._check_quorum(t, len(replies), len(asked), missing, refused)
+        state.weights, state.server = server_round(
+            t, state.weights, replies, self.rule, state.server
+        )
+        if not all(bool(torch.isfinite(w).all()) for w in state.weights.values()):
+            self._diverged(t)
+        state.reported = averaged(
+            state.reported, state.weights, 1.0 if t == 0 else experiment.average
+        )
+        load_weights(self.model, state.reported)
+        for reply in replies:
+            state.reports[reply.report.client] = asdict(reply.report)
+            if reply.report.head is not None:
+                state.heads[reply.report.client] = reply.report.head
+        due = (t + 1) % experiment.road_every == 0 or t + 1 == experiment.rounds
+        explained = self._explained if due else None
+        record = {
+            "round": t,
+            **measure_round(self.model, self._validation, explained, experiment.device),
+            "answered": sum(r.weights is not None for r in replies),
+            "exhausted": [r.report.client for r in replies if r.report.halted],
+            "missing": missing,
+            "refused": refused,
+            "late": transport.late(),
+            "clients": [asdict(r.report) for r in replies],
+            "server": self.rule.report(state.server),
+        }
+        if record["validation_loss"] is not None:
+            state.losses.append(record["validation_loss"])
+        record["seconds"] = round(time.monotonic() - began, 3)
+        self.folder.append_lines("rounds.jsonl", [record])
+        self.folder.append_lines(
+            "trace.jsonl",
+            [{"client": r.report.client, **asdict(s)} for r in replies for s in r.trace],
+        )
+        state.rounds = t + 1
+        if self.federation.parts is None:  # only now the clients' declared units are known
+            write_preamble(self.folder, self.federation, state.reports)
+        save_checkpoint(self.folder, state)
+        self.progress.round(record)
+
+    def _diverged(self, t: int) -> None:
+        raise UserError(
+            f"Training diverged in round {t + 1}: lower lr (now {self.federation.experiment.lr:g})."
+        )
+
+    def _log_refusals(self, t: int, refused: Mapping[str, str]) -> None:
+        self.folder.append_lines(
+            "refusals.jsonl",
+            [{"round": t, "client": client, "code": code} for client, code in refused.items()],
+        )
+
+    def _check_quorum(
+        self, t: int, answered: int, asked: int, missing: list[str], refused: dict[str, str]
+    ) -> None:
+        needed = min(self.federation.experiment.quorum or asked, asked)
+        if answered >= needed:
+            return
+        why = [f"no answer from {', '.join(missing)}"] if missing else []
+        why += [f"{client} refused ({code})" for client, code in refused.items()]
+        raise UserError(
+            f"Round {t + 1} got {answered} of the {needed} answers it needs: {'; '.join(why)}."
+            " Nothing is lost: set it right and resume the run."
+        )

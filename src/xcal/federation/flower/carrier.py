@@ -1,0 +1,179 @@
+"""Messages over Flower's grid, and what a client does with one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from xcal.errors import UserError
+from xcal.federation.answer import answer
+from xcal.federation.home import ClientHome
+
+RECORD = "xcal"
+PULL_SECONDS = 0.05
+NAMELESS_SECONDS = 10.0
+
+
+class Stopped(Exception):
+    """The run was interrupted from outside."""
+
+
+class GridCarrier:
+    """Carries bytes to the nodes of a grid. Nodes are known by the names their homes give them."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        homes: Path | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`homes`: of a simulation, whose nodes have none of their own but a number."""
+        self._grid = grid
+        self._homes = homes
+        self._stop = stop or threading.Event()
+        self._nodes: dict[str, int] = {}
+        self._waiting: dict[str, str] = {}  # messages without an answer, by id: their clients
+        self._late: list[str] = []
+
+    def find(self, count: int, timeout: float | None = None) -> tuple[str, ...]:
+        """The names of `count` clients, once so many nodes have come and said them, in order."""
+        end = None if timeout is None else time.monotonic() + timeout
+        asked: dict[str, int] = {}  # by message
+        nameless: dict[int, float] = {}  # until when a node without a home is left alone
+        while True:
+            now = time.monotonic()
+            known = {*self._nodes.values(), *asked.values()}
+            known |= {node for node, until in nameless.items() if until > now}
+            new = [node for node in self._grid.get_node_ids() if node not in known]
+            queries = [self._message(node, MessageType.QUERY, b"", "names") for node in new]
+            asked |= dict(zip(self._push(queries), new, strict=True))
+            for reply in self._grid.pull_messages(set(asked)) if asked else ():
+                node = asked.pop(reply.metadata.reply_to_message_id)
+                name = _bytes_of(reply).decode(errors="replace")
+                if name in self._nodes:
+                    raise UserError(
+                        f"Two nodes go by the name {name!r}: every client needs its own."
+                    )
+                if name:
+                    self._nodes[name] = node
+                else:
+                    nameless[node] = now + NAMELESS_SECONDS
+            if len(self._nodes) >= count:
+                return tuple(sorted(self._nodes, key=lambda name: (len(name), name)))
+            if end is not None and now > end:
+                raise UserError(
+                    f"{len(self._nodes)} of {count} clients have come"
+                    f" ({', '.join(sorted(self._nodes)) or 'none'}): start the others, and resume"
+                    " the run."
+                )
+            self._sleep(PULL_SECONDS)
+
+    def exchange(
+        self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
+    ) -> dict[str, bytes]:
+        """The answers that came in time; who is not there now is not waited for."""
+        here = {c: m for c, m in messages.items() if c in self._nodes}
+        pushed = self._push(
+            [
+                self._message(self._nodes[client], MessageType.TRAIN, data, str(round_number))
+                for client, data in here.items()
+            ]
+        )
+        asked = dict(zip(pushed, here, strict=True))
+        self._collect_late()
+        came = self._pull(asked, timeout)
+        self._waiting |= {i: client for i, client in asked.items() if client not in came}
+        return {client: data for client, data in came.items() if data}
+
+    def late(self) -> list[str]:
+        self._collect_late()
+        found, self._late = self._late, []
+        return found
+
+    def _message(self, node: int, kind: str, data: bytes, group: str) -> Message:
+        record: dict[str, Any] = {"message": data}
+        if self._homes is not None:
+            record["homes"] = str(self._homes)
+        content = RecordDict({RECORD: ConfigRecord(record)})
+        return Message(content, dst_node_id=node, message_type=kind, group_id=group)
+
+    def _push(self, messages: list[Message]) -> list[str]:
+        return list(self._grid.push_messages(messages)) if messages else []
+
+    def _pull(self, asked: Mapping[str, Any], timeout: float | None) -> dict[Any, bytes]:
+        """Answers by who was asked; empty bytes where Flower itself reports an error."""
+        end = None if timeout is None else time.monotonic() + timeout
+        came: dict[Any, bytes] = {}
+        left = set(asked)
+        while left and (end is None or time.monotonic() < end):
+            for reply in self._grid.pull_messages(left):
+                told = reply.metadata.reply_to_message_id
+                left.discard(told)
+                came[asked[told]] = _bytes_of(reply)
+            if left:
+                self._sleep(PULL_SECONDS)
+        return came
+
+    def _collect_late(self) -> None:
+        for reply in self._grid.pull_messages(set(self._waiting)) if self._waiting else ():
+            self._late.append(self._waiting.pop(reply.metadata.reply_to_message_id))
+
+    def _sleep(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise Stopped
+
+
+def _bytes_of(message: Message) -> bytes:
+    if message.has_error():
+        return b""
+    record = message.content.config_records.get(RECORD)
+    data = None if record is None else record.get("message")
+    return data if isinstance(data, bytes) else b""
+
+
+def reply_with(message: Message, data: bytes) -> Message:
+    return Message(RecordDict({RECORD: ConfigRecord({"message": data})}), reply_to=message)
+
+
+def home_of(message: Message, context: Context) -> Path | None:
+    """Whose home this node speaks for: the one its operator named when starting it.
+
+    Only in a simulation, where nodes have numbers and no operators, the message says where the
+    homes are; and then only a home that holds a part of a simulated partition is used, never one
+    with data of its own.
+    """
+    named = context.node_config.get("home")
+    if named is not None:
+        return Path(str(named)).expanduser()
+    record = message.content.config_records.get(RECORD)
+    homes = None if record is None else record.get("homes")
+    if not isinstance(homes, str) or "partition-id" not in context.node_config:
+        return None
+    home = Path(homes) / str(int(context.node_config["partition-id"]))
+    try:
+        return home if ClientHome.open(home).about.data is None else None
+    except UserError:
+        return home  # `answer` says what is wrong with it
+
+
+def answer_train(message: Message, context: Context) -> Message:
+    """A round at this client. Nothing is raised: an error's text would travel to the server."""
+    home = home_of(message, context)
+    return reply_with(message, b"" if home is None else answer(home, _bytes_of(message)))
+
+
+def answer_name(message: Message, context: Context) -> Message:
+    """This client's name; nothing where its home cannot be read."""
+    home = home_of(message, context)
+    try:
+        name = "" if home is None else ClientHome.open(home).about.client
+    except UserError:
+        name = ""
+    return reply_with(message, name.encode())

@@ -1,0 +1,64 @@
+"""The ServerApp of a deployment: SuperLink here, a SuperNode with a home at every client.
+
+    flwr run deploy/flower silo -c 'experiment="/path/experiment.toml" out="/path/run"'
+
+The same command again resumes the run: it goes on from its last complete round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from xcal.config import load_experiment
+from xcal.errors import UserError
+from xcal.federation.coordinator import Silent
+from xcal.federation.files import read_json, write_json
+from xcal.federation.flower.carrier import GridCarrier
+from xcal.federation.folder import RunFolder
+from xcal.federation.local import run_experiment
+from xcal.federation.setup import prepare_remote
+
+app = ServerApp()
+
+
+class Spoken(Silent):
+    """One line a round, for the log of whoever watches the run."""
+
+    def round(self, record: dict[str, Any]) -> None:
+        f1 = record["validation_macro_f1"]
+        told = [f"{record['answered']} of {len(record['clients'])} trained"]
+        told += [f"missing {', '.join(record['missing'])}"] if record["missing"] else []
+        told += [f"{client} refused ({code})" for client, code in record["refused"].items()]
+        shown = "–" if f1 is None else f"{f1:.3f}"
+        print(f"round {record['round'] + 1}: validation F1 {shown}, {'; '.join(told)}", flush=True)
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """One federated run over the SuperNodes that are connected."""
+    settings = context.run_config
+    if not settings.get("out"):
+        raise UserError('Say where the run goes: -c \'out="DIR" experiment="FILE"\'.')
+    out = Path(str(settings["out"])).expanduser()
+    if (out / "run.json").exists():
+        folder = RunFolder.find(out)
+    else:
+        path = settings.get("experiment")
+        made, given = load_experiment(Path(str(path)).expanduser() if path else None)
+        folder = RunFolder.create(out, made, sorted(given))
+    experiment = folder.experiment
+    carrier = GridCarrier(grid)
+    wait = float(settings.get("wait-seconds") or 600)
+    listed = folder.path / "clients.json"
+    if listed.exists():  # a resumed run keeps its clients, whoever is there now
+        names = tuple(read_json(listed))
+        carrier.find(min(experiment.quorum or len(names), len(names)), wait)
+    else:
+        names = carrier.find(experiment.clients, wait)
+        write_json(listed, list(names))
+    result = run_experiment(folder, Spoken(), prepare_remote(experiment, names), carrier)
+    print(f"test macro F1 {result['macro_f1']:.3f}; everything is in {out}", flush=True)

@@ -1,0 +1,145 @@
+"""`xcal run --engine flower`: the same experiment on Flower's simulation, over Ray.
+
+Clients run in parallel, as many at once as their shares of CPU and GPU allow. The run's folder and
+its homes are files: on a cluster they must stand where every machine sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xcal.errors import UserError
+from xcal.federation.coordinator import Progress
+from xcal.federation.folder import RunFolder
+from xcal.federation.local import run_experiment, threads_of
+from xcal.federation.setup import Federation, prepare
+from xcal.federation.simulated import make_homes
+
+# Nothing is reported or fetched behind the user's back, and Ray is quiet.
+_ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one simulated client gets, and where."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str | None = None  # of a Ray cluster; None: this machine
+
+
+@contextlib.contextmanager
+def _quiet_environment() -> Iterator[None]:
+    """The variables above and calm loggers, and as before afterwards."""
+    before = dict(os.environ)
+    os.environ.update(_ENVIRONMENT)
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_on_flower(
+    folder: RunFolder,
+    progress: Progress | None = None,
+    federation: Federation | None = None,
+    resources: Resources | None = None,
+) -> dict[str, Any]:
+    """Train what the folder's configuration says on Flower's simulation; return the result.
+
+    Guarantee: the result of the local engine, bit for bit under seeded noise. Interrupted at any
+    moment, it can be continued, on this engine or another.
+    """
+    if folder.result is not None:
+        return folder.result
+    experiment = folder.experiment
+    if experiment.homes is not None:
+        raise UserError(
+            "Flower's simulation makes homes of its own: leave out homes, or give every SuperNode"
+            " its home in a deployment."
+        )
+    given = resources or Resources()
+    if given.cpus <= 0 or given.gpus < 0:
+        raise UserError("A client needs more than 0 CPUs and at least 0 GPUs.")
+    known = federation or prepare(experiment, new=False)
+    make_homes(folder, known, threads_of(folder))
+    with _quiet_environment():
+        return _simulate(folder, progress, known, given)
+
+
+def _simulate(
+    folder: RunFolder, progress: Progress | None, federation: Federation, given: Resources
+) -> dict[str, Any]:
+    try:
+        from flwr.app import Context
+        from flwr.serverapp import Grid, ServerApp
+        from flwr.simulation import run_simulation
+
+        from xcal.federation.flower.carrier import GridCarrier, Stopped
+        from xcal.federation.flower.client_app import app as client_app
+    except ImportError:
+        raise UserError(
+            "The engine flower is not installed: pip install 'xcal-fl[flower]'."
+        ) from None
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    server_app, stop = ServerApp(), threading.Event()
+    results: list[dict[str, Any]] = []
+    errors: list[BaseException] = []
+
+    @server_app.main()
+    def main(grid: Grid, _context: Context) -> None:
+        carrier = GridCarrier(grid, homes=folder.path.resolve() / "clients", stop=stop)
+        try:
+            carrier.find(len(federation.names))
+            results.append(run_experiment(folder, progress, federation, carrier))
+        except Stopped:
+            return
+        except BaseException as error:  # carried over to the caller's thread
+            errors.append(error)
+
+    start: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if given.address is not None:
+        start["address"] = given.address
+    else:
+        start["num_cpus"] = max(os.cpu_count() or 1, int(-(-given.cpus // 1)))
+    try:
+        run_simulation(
+            server_app,
+            client_app,
+            num_supernodes=len(federation.names),
+            backend_config={
+                "init_args": start,
+                "client_resources": {"num_cpus": given.cpus, "num_gpus": given.gpus},
+            },
+        )
+    except (RuntimeError, ValueError, ConnectionError) as error:
+        if not errors and not results:
+            raise UserError(
+                f"Flower's simulation failed ({error}): is Ray's cluster there, and are there CPUs"
+                " and GPUs enough for one client? Resume the run when it is."
+            ) from error
+    finally:
+        stop.set()
+    if errors:
+        raise errors[0]
+    if not results:
+        raise UserError("Flower's simulation ended before the run did: resume it.")
+    return results[0]

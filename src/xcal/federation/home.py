@@ -1,0 +1,266 @@
+"""A client home: the folder a hospital owns, with all that decides for it.
+
+    home.toml        who it is, where its data are
+    policy.toml      what it allows
+    ledger.sqlite    what its population has paid
+    refusals.jsonl   what it refused, and why
+    runs/            its answers, by run
+
+The server never reads or writes any of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from xcal.config import Experiment, make_experiment, read_pinned, read_toml, to_toml
+from xcal.data import catalog
+from xcal.data.images import ImageData, Images
+from xcal.data.partition import Partition
+from xcal.data.sampling import cap_groups
+from xcal.errors import UserError
+from xcal.federation.files import write_bytes
+from xcal.federation.policy import Policy, read_policy, read_table
+from xcal.federation.setup import DATA_SEED, load_parts
+from xcal.federation.site import Site
+from xcal.privacy import ledger
+from xcal.privacy.ahead import SecureNoiseAhead
+from xcal.privacy.ledger_rows import Head, Terms
+from xcal.privacy.noise import NoiseSource, SeededNoise
+from xcal.training.local import LocalData
+
+
+class HomeTable(BaseModel):
+    """The keys of `home.toml`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    client: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        description="the name this client goes by in federations"
+    )
+    population: str = Field(description="whose data these are, as the ledger says")
+    data: str | None = Field(
+        None, description="an imported data set whose training images are this client's"
+    )
+    experiment: str | None = Field(
+        None, description="instead of data: an experiment file of whose partition it has a part"
+    )
+    shard: Annotated[int, Field(ge=0)] = Field(0, description="which part, from 0")
+    weights: str | None = Field(None, description="published weights that the network starts from")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where this client computes")
+    threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="0 takes all cores")
+    chunk: Annotated[int, Field(ge=1)] = Field(256, description="images processed at once")
+    keep_mb: Annotated[int, Field(ge=0)] = Field(
+        512, description="memory for what a frozen beginning makes of its images"
+    )
+    message_log: bool = Field(
+        False, description="write names and sizes of all fields sent to messages.jsonl"
+    )
+    simulated: bool = Field(False, description="a trial: noise and draws come from seed")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None, description="of a simulated client's noise and draws"
+    )
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """A client's training images, how bright they are, and how many classes there are."""
+
+    images: Images
+    brightness: float
+    classes: int
+
+
+# A process that answers many rounds reads its images once.
+@lru_cache(maxsize=8)
+def _own_images(name: str, pixels: int, group_cap: int | None) -> OwnImages:
+    data = catalog.load(name, pixels=pixels)
+    images = data.train
+    if group_cap is not None:
+        rng = np.random.default_rng(DATA_SEED)
+        images = images.take(cap_groups(images.groups, group_cap, rng))
+    return OwnImages(images, 1.0, len(data.classes))
+
+
+@lru_cache(maxsize=2)
+def _parts(experiment: Experiment) -> tuple[ImageData, Partition]:
+    return load_parts(experiment)
+
+
+@dataclass(frozen=True)
+class ClientHome:
+    """A home as it stands on disk now."""
+
+    path: Path
+    about: HomeTable
+    policy: Policy
+
+    @staticmethod
+    def open(path: Path) -> ClientHome:
+        """Read home and policy; one sentence about what is wrong with either."""
+        if not path.is_dir():
+            raise UserError(f"There is no client home {path}: make one with `xcal home init`.")
+        about = read_table(HomeTable, path / "home.toml", "home")
+        if (about.data is None) == (about.experiment is None):
+            raise UserError(f"{path / 'home.toml'} must name its data: data, or experiment.")
+        if about.simulated != (about.seed is not None):
+            raise UserError(
+                f"{path / 'home.toml'}: seed and simulated = true go together; a real client has"
+                " neither."
+            )
+        return ClientHome(path, about, read_policy(path / "policy.toml"))
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    def noise(self) -> NoiseSource:
+        """The operating system's for a real client; a seed of the owner's for a simulated one."""
+        return SecureNoiseAhead() if self.about.seed is None else SeededNoise(self.about.seed)
+
+    def _beside(self, path: str) -> Path:
+        return self.path / Path(path).expanduser()
+
+    def experiment(self, keys: dict[str, Any], initial_seed: int) -> Experiment:
+        """A request's keys, completed by what only this client decides."""
+        about = self.about
+        own: dict[str, Any] = {
+            "data": about.data or "smear",
+            "noise": "seeded" if about.simulated else "secure",
+            "seed": initial_seed,  # of the network's first weights; noise has its own source
+            "weights": None if about.weights is None else str(self._beside(about.weights)),
+            "device": about.device,
+            "threads": about.threads,
+            "chunk": about.chunk,
+            "keep_mb": about.keep_mb,
+        }
+        return make_experiment({**keys, **own}, "the request")
+
+    def trial(self) -> Experiment:
+        """The experiment of whose partition this client has a part, where it has no own data."""
+        assert self.about.experiment is not None
+        path = self._beside(self.about.experiment)
+        values = read_toml(path)
+        whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
+        if whole <= set(values):  # a run's own file, in which presets are resolved
+            return read_pinned(path)
+        return make_experiment(values, str(path))
+
+    def images(self, experiment: Experiment) -> OwnImages:
+        """This client's training images at what the request asks for."""
+        if self.about.data is not None:
+            capped = experiment.group_cap if experiment.unit == "record" else None
+            return _own_images(self.about.data, experiment.pixels, capped)
+        whole = self.trial()
+        for key in ("pixels", "unit", "group_cap"):
+            if getattr(whole, key) != getattr(experiment, key):
+                raise UserError(f"The request's {key} is not that of this home's trial: refused.")
+        data, parts = _parts(whole)
+        if self.about.shard >= len(parts.shards):
+            raise UserError(
+                f"This home's trial has {len(parts.shards)} parts, none of number"
+                f" {self.about.shard}: set shard in home.toml."
+            )
+        shard = parts.shards[self.about.shard]
+        return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
+
+    def site(
+        self,
+        experiment: Experiment,
+        own: OwnImages,
+        build_model: Callable[[], nn.Module],
+        head: Head | None = None,
+    ) -> Site:
+        """This client, ready for a round of the experiment."""
+        return Site(
+            client=self.about.client,
+            home=self.path,
+            data=LocalData(
+                own.images,
+                unit=experiment.unit,
+                images_per_unit=experiment.images_per_unit,
+                views=experiment.views,
+                augment=experiment.augment,
+                brightness=own.brightness,
+                device=self.about.device,
+            ),
+            noise=self.noise(),
+            build_model=build_model,
+            expected_head=head,
+            sigma_floor=self.policy.sigma_min,
+        )
+
+    def log_message(self, direction: str, kind: str, fields: dict[str, int]) -> None:
+        """Names and sizes of what was sent or received, if the owner wants them."""
+        if self.about.message_log:
+            append_line(
+                self.path / "messages.jsonl",
+                {"time": _now(), "direction": direction, "kind": kind, "fields": fields},
+            )
+
+    def refusals(self) -> list[dict[str, Any]]:
+        """What this client refused, oldest first."""
+        path = self.path / "refusals.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
+    """Write a refusal down where the owner finds it. Never fails: a full disk changes no answer."""
+    append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": detail, **about})
+
+
+def append_line(path: Path, value: dict[str, Any]) -> None:
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(value) + "\n")
+    except OSError:
+        return
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> ClientHome:
+    """Make a home: its two files, and a ledger that carries the policy's totals for life."""
+    for name in ("home.toml", "policy.toml", "ledger.sqlite"):
+        if (path / name).exists():
+            raise UserError(f"{path / name} exists already: a home is never replaced.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"{path} cannot be created: {error.strerror}.") from error
+    write_bytes(path / "policy.toml", commented(policy).encode())
+    ledger.create(
+        path / "ledger.sqlite",
+        Terms(
+            about.population,
+            unit,
+            policy.epsilon_total,
+            policy.delta_total,
+            simulated=about.simulated,
+        ),
+    )
+    write_bytes(path / "home.toml", commented(about).encode())  # last: now it is a home
+    return ClientHome.open(path)
+
+
+def commented(table: BaseModel) -> str:
+    """A table as TOML, every key under its description."""
+    lines = []
+    for key, value in table.model_dump(mode="json").items():
+        lines.append(f"# {type(table).model_fields[key].description}")
+        lines.append(f"# {key} =" if value is None else to_toml({key: value}).strip())
+    return "\n".join(lines) + "\n"

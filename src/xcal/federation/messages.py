@@ -1,0 +1,347 @@
+"""What travels between server and client: plain data and raw arrays, never code.
+
+A message is one block of bytes in the safetensors layout: a JSON header with names, types and
+shapes, then the raw numbers. Reading one allocates no more than its own size, which is bounded
+first, and runs nothing from it. The engines carry these bytes as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NoReturn
+
+import safetensors
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import load as bytes_to_tensors
+from safetensors.torch import save as tensors_to_bytes
+from torch import Tensor
+
+from xcal.config import KEYS, Experiment
+from xcal.federation.refusals import CODES, Refused
+from xcal.federation.rounds import ClientReport, RoundReply, Weights
+from xcal.privacy.ledger_rows import Head
+from xcal.training.local import StepRecord, digest_tensors
+
+FORMAT = 1
+MAX_HEADER = 16 << 20  # bytes of names, keys and step records
+MAX_MESSAGE = 1 << 30  # what a server accepts of a reply; a client's policy has its own bound
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+# The experiment's keys that a request carries: what the client's own training depends on.
+WIRE_KEYS = frozenset(
+    "method pixels network norm output_stride train train_norm rounds local_epochs epsilon delta"
+    " unit images_per_unit group_cap batch lr clip optimizer momentum q alpha beta gamma fill tau"
+    " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
+    " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"
+    " views augment average_steps clip_factor sigma_decay".split()
+)
+# Keys that never travel: the server's own business, or what only the client's owner decides
+# (its data, its noise, its machine). A request that carries one of them is refused.
+LOCAL_KEYS = frozenset(
+    "preset data train_images weights clients participants quorum round_timeout average"
+    " aggregation trim partition concentration units_per_client keep_groups homes noise seed"
+    " threads chunk device keep_mb"
+    " validation_images road_images road_every road_test_images".split()
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a server asks of one client in one round."""
+
+    client: str
+    run: str
+    round: int
+    own_rounds: tuple[int, ...]
+    experiment: dict[str, Any]  # WIRE_KEYS only
+    initial_seed: int  # of the network's first weights; never of noise or draws
+    frozen: str  # digest of what does not train
+    head: Head | None  # the client's ledger as the server last saw it
+    weights: Weights
+    validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A client's answer to the request that it names."""
+
+    client: str
+    run: str
+    round: int
+    answer: RoundReply
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A client's no: a fixed code (`refusals.CODES`) and no private detail."""
+
+    client: str
+    code: str
+
+
+def public_keys(experiment: Experiment) -> dict[str, Any]:
+    """The part of an experiment that a request carries."""
+    unknown = set(KEYS) - WIRE_KEYS - LOCAL_KEYS
+    if unknown:  # a new key must be placed on purpose: silence could leak it, or drop it
+        raise RuntimeError(f"say in messages.py whether these keys travel: {sorted(unknown)}")
+    return {k: v for k, v in experiment.resolved().items() if k in WIRE_KEYS}
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """A fingerprint of the model's tensors that do not train, so never travel."""
+    trains = {name for name, p in model.named_parameters() if p.requires_grad}
+    return digest_tensors(sorted((n, t) for n, t in model.state_dict().items() if n not in trains))
+
+
+# --- to bytes -------------------------------------------------------------------------------------
+
+
+def _encode(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    text = json.dumps({"format": FORMAT, "kind": kind, **values}, allow_nan=False)
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    data: bytes = tensors_to_bytes(plain, {"xcal": text})
+    return data
+
+
+def encode_request(request: Request) -> bytes:
+    values = {
+        "client": request.client,
+        "run": request.run,
+        "round": request.round,
+        "own_rounds": list(request.own_rounds),
+        "experiment": request.experiment,
+        "initial_seed": request.initial_seed,
+        "frozen": request.frozen,
+        "head": None if request.head is None else [request.head.count, request.head.hash],
+        "validation_losses": list(request.validation_losses),
+        "weights_hash": digest_tensors(sorted(request.weights.items())),
+    }
+    return _encode("request", values, request.weights)
+
+
+def encode_reply(reply: Reply) -> bytes:
+    answer = reply.answer
+    values = {
+        "client": reply.client,
+        "run": reply.run,
+        "round": reply.round,
+        "trained": answer.weights is not None,
+        "report": asdict(answer.report),
+        # columns, not rows: a name is sent once
+        "trace": {
+            f.name: [getattr(record, f.name) for record in answer.trace] for f in fields(StepRecord)
+        },
+    }
+    return _encode("reply", values, answer.weights or {})
+
+
+def encode_refusal(refusal: Refusal) -> bytes:
+    return _encode("refusal", asdict(refusal), {})
+
+
+# --- from bytes -----------------------------------------------------------------------------------
+
+
+def _malformed(what: str) -> Refused:
+    return Refused("malformed", f"A message was not understood: {what}.")
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _header(data: bytes) -> dict[str, Any]:
+    """The JSON part of a message. Raises `Refused`."""
+    size = int.from_bytes(data[:8], "little") if len(data) >= 8 else -1
+    if not 0 < size <= min(len(data) - 8, MAX_HEADER):
+        raise _malformed("its header has no possible size")
+    try:
+        header = json.loads(data[8 : 8 + size])
+        values = json.loads(
+            header["__metadata__"]["xcal"], parse_constant=_no_constant, parse_float=_finite
+        )
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _malformed("its header cannot be read") from None
+    if not isinstance(values, dict):
+        raise _malformed("its header is no table")
+    return values
+
+
+def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights]:
+    if len(data) > limit:
+        raise Refused(
+            "too-large", f"A message of {len(data)} bytes came, and {limit} are allowed: refused."
+        )
+    values = _header(data)
+    if values.pop("format", None) != FORMAT:
+        raise _malformed("it is of another format's version")
+    kind = values.pop("kind", None)
+    try:
+        tensors = bytes_to_tensors(data)
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError):
+        raise _malformed("its arrays cannot be read") from None
+    return str(kind), values, tensors
+
+
+class _Fields:
+    """A message's values, taken out one by one under the eye of a type; none may be left over."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def take(self, name: str, kind: type) -> Any:
+        value = self._values.pop(name, self)
+        if type(value) is not kind:  # exactly: True is no number here
+            raise _malformed(f"its field {name!r} is missing or of another type")
+        return value
+
+    def name(self, name: str) -> str:
+        value: str = self.take(name, str)
+        if not _NAME.fullmatch(value):
+            raise _malformed(f"its field {name!r} is not a plain name")
+        return value
+
+    def count(self, name: str) -> int:
+        value: int = self.take(name, int)
+        if not 0 <= value < 2**63:
+            raise _malformed(f"its field {name!r} is out of range")
+        return value
+
+    def digest(self, name: str) -> str:
+        value: str = self.take(name, str)
+        if not re.fullmatch("[0-9a-f]{64}", value):
+            raise _malformed(f"its field {name!r} is no digest")
+        return value
+
+    def head(self, name: str) -> Head | None:
+        value = self._values.pop(name, self)
+        if value is None:
+            return None
+        try:
+            count, digest = value
+            inner = _Fields({"count": count, "hash": digest})
+            return Head(inner.count("count"), inner.digest("hash"))
+        except (TypeError, ValueError):
+            raise _malformed(f"its field {name!r} is no ledger's head") from None
+
+    def end(self) -> None:
+        if self._values:
+            raise _malformed("it has fields of unknown name")
+
+
+def decode_request(data: bytes, limit: int) -> Request:
+    """A request, checked as far as that goes without knowing the network. Raises `Refused`."""
+    kind, values, weights = _decode(data, limit)
+    if kind != "request":
+        raise _malformed("it is no request")
+    found = _Fields(values)
+    own = found.take("own_rounds", list)
+    if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
+        raise _malformed("its own rounds are no ascending numbers")
+    experiment = found.take("experiment", dict)
+    if set(experiment) - WIRE_KEYS:
+        raise Refused(
+            "key-not-allowed",
+            "The request sets keys that no server may set here:"
+            f" {', '.join(sorted(set(experiment) - WIRE_KEYS))[:200]}.",
+        )
+    losses = found.take("validation_losses", list)
+    if any(type(x) not in (int, float) for x in losses):
+        raise _malformed("its validation losses are no numbers")
+    request = Request(
+        client=found.name("client"),
+        run=found.name("run"),
+        round=found.count("round"),
+        own_rounds=tuple(own),
+        experiment=experiment,
+        initial_seed=found.count("initial_seed"),
+        frozen=found.digest("frozen"),
+        head=found.head("head"),
+        weights=weights,
+        validation_losses=tuple(float(x) for x in losses),
+    )
+    digest = found.digest("weights_hash")
+    found.end()
+    if digest != digest_tensors(sorted(weights.items())):
+        raise _malformed("its weights are not those of its hash")
+    return request
+
+
+_REPORT = TypeAdapter(ClientReport)
+_RECORD = TypeAdapter(StepRecord)
+
+
+def _checked(adapter: TypeAdapter[Any], cls: type, values: Any) -> Any:
+    names = {f.name for f in fields(cls)}
+    if not isinstance(values, dict) or set(values) != names:
+        raise _malformed(f"its {cls.__name__} has other fields than known")
+    try:
+        # strict but for whole numbers that stand where a fraction may
+        return adapter.validate_json(json.dumps(values), strict=True)
+    except ValidationError:
+        raise _malformed(f"its {cls.__name__} holds values of another type") from None
+
+
+def _trace(columns: Any) -> tuple[StepRecord, ...]:
+    names = [f.name for f in fields(StepRecord)]
+    if not isinstance(columns, dict) or set(columns) != set(names):
+        raise _malformed("its steps have other fields than known")
+    if not all(isinstance(c, list) for c in columns.values()):
+        raise _malformed("its steps are no lists")
+    if len({len(c) for c in columns.values()}) != 1:
+        raise _malformed("its steps are of unlike lengths")
+    rows = zip(*(columns[n] for n in names), strict=True)
+    return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
+
+
+def decode_answer(data: bytes, limit: int = MAX_MESSAGE) -> Reply | Refusal:
+    """A client's answer, for the server. Raises `Refused` where it is none."""
+    kind, values, weights = _decode(data, limit)
+    found = _Fields(values)
+    if kind == "refusal":
+        refusal = Refusal(found.take("client", str)[:100], found.take("code", str))
+        found.end()
+        if refusal.code not in CODES:
+            raise _malformed("its code is unknown")
+        return refusal
+    if kind != "reply":
+        raise _malformed("it is no answer")
+    trained = found.take("trained", bool)
+    report: ClientReport = _checked(_REPORT, ClientReport, found.take("report", dict))
+    trace = _trace(found.take("trace", dict))
+    reply = Reply(
+        client=found.name("client"),
+        run=found.name("run"),
+        round=found.count("round"),
+        answer=RoundReply(report, weights if trained else None, trace),
+    )
+    found.end()
+    if report.client != reply.client or report.units < 1:
+        raise _malformed("its report is another client's, or of no units")
+    return reply
+
+
+def fields_of(data: bytes) -> dict[str, int]:
+    """Names and sizes in bytes of all that a message of ours holds, read off the bytes sent."""
+    values = _header(data)
+    found: dict[str, int] = {}
+    for name, value in values.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": len(json.dumps(v)) for key, v in inner}
+        else:
+            found[name] = len(json.dumps(value))
+    arrays = len(data) - 8 - int.from_bytes(data[:8], "little")
+    return {**found, "weights": arrays} if arrays else found

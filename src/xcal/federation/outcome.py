@@ -1,0 +1,197 @@
+"""What a run leaves behind: the preamble, the measurements, the result."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from xcal.data.images import Images
+from xcal.federation.card import card_text
+from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
+from xcal.federation.folder import RunFolder
+from xcal.federation.setup import DATA_SEED, Federation
+from xcal.methods.base import Method, nominal_epsilon
+from xcal.privacy.calibration import Plan
+from xcal.privacy.statement import Situation, make_statement, statement_text
+from xcal.training.evaluate import Predictions, explain_road, explanation_metrics, predict
+
+
+def public_subset(images: Images, wanted: int | None) -> Images | None:
+    """A fixed subset of a public split, the same for every seed; None where it is empty."""
+    count = len(images) if wanted is None else min(wanted, len(images))
+    if count == 0:
+        return None
+    chosen = np.random.default_rng([DATA_SEED, 11]).permutation(len(images))[:count]
+    return images.take(np.sort(chosen))
+
+
+def measure_round(
+    model: nn.Module, validation: Images | None, explained: Images | None, device: str
+) -> dict[str, Any]:
+    """A model on public images: what a round's record tells of it."""
+    measured = predict(model, validation, device=device) if validation is not None else None
+    found = explain_road(model, explained, device=device) if explained is not None else {}
+    return {
+        "validation_macro_f1": None if measured is None else measured.macro_f1(),
+        "validation_loss": None if measured is None else measured.loss(),
+        "road_validation": found.get("road"),
+        "road_logit_percent_validation": found.get("road_logit_percent"),
+        "road_seconds": found.get("seconds"),
+    }
+
+
+def plans_of(federation: Federation, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan]:
+    """Each client's plan: known beforehand, or from the number of units it declared."""
+    if federation.parts is not None:
+        named = zip(federation.names, federation.plans, strict=True)
+        return {name: plan for name, plan in named if plan is not None}
+    found = {}
+    for client, name in enumerate(federation.names):
+        own = len(federation.own_rounds(client))
+        if name in reports and own:
+            units = reports[name]["units"]
+            plan = federation.method.plan(federation.experiment, units, own)
+            if plan is not None:
+                found[name] = plan
+    return found
+
+
+def write_preamble(
+    folder: RunFolder, federation: Federation, reports: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Schedule, plans and statement: public, and known before the first step.
+
+    A server that sees its clients only through messages learns their declared units with their
+    first answers, and then writes the same again, complete.
+    """
+    experiment, parts = federation.experiment, federation.parts
+    plans = plans_of(federation, reports)
+    central = {} if federation.server_plan is None else {"server": federation.server_plan}
+    write_json(folder.path / "schedule.json", [list(r) for r in federation.schedule])
+    write_json(folder.path / "plans.json", {c: p.as_dict() for c, p in (plans | central).items()})
+    statement = make_statement(
+        Situation(
+            method=experiment.method,
+            unit=experiment.unit,
+            noise=noise_of(federation, reports),
+            plans=plans,
+            shared_units=parts is not None and parts.shared_units,
+            groups_split=parts is not None and parts.groups_split,
+            group_name=federation.data.group_name,
+            group_cap=experiment.group_cap,
+            server_plan=federation.server_plan,
+            epsilon_nominal=nominal_epsilon(federation.method, experiment),
+            preset=experiment.preset,
+        )
+    )
+    write_json(folder.path / "statement.json", statement)
+    write_bytes(folder.path / "statement.txt", statement_text(statement).encode())
+
+
+def noise_of(federation: Federation, reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the clients' noise comes from: their own choice where they decide for themselves."""
+    if federation.parts is not None:
+        return federation.experiment.noise_source
+    told = {report.get("noise") for report in reports.values()}
+    return "seeded" if "seeded" in told else "secure"
+
+
+def finish(
+    folder: RunFolder,
+    federation: Federation,
+    model: nn.Module,
+    reports: dict[str, dict[str, Any]],
+    server: dict[str, Any] | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """Measure on the whole test set and write the result, last of all."""
+    experiment, about = federation.experiment, folder.about
+    test = predict(model, federation.data.test, device=experiment.device)
+    _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
+    write_tensors(
+        folder.path / "model.safetensors",
+        model.state_dict(),
+        {"network": experiment.network, "classes": list(federation.data.classes)},
+    )
+    subset = public_subset(federation.data.test, experiment.road_test_images)
+    explanations = (
+        explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
+    )
+    road = (explanations or {}).get("road", {})
+    private = federation.method.private
+    central = federation.server_plan  # its unit is the client: a column of its own
+    nominal = nominal_epsilon(federation.method, experiment)
+    paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
+    result = {
+        "method": experiment.method,
+        "data": experiment.data,
+        "network": experiment.network,
+        "macro_f1": test.macro_f1(),
+        "road": road.get("road"),
+        "road_logit_percent": road.get("road_logit_percent"),
+        "epsilon_target": experiment.epsilon if private else None,
+        "epsilon_nominal": nominal,
+        "epsilon_paper": max(paper) if paper else None,
+        "epsilon_client": central.epsilon if central is not None else None,
+        "delta": experiment.delta if private or central is not None else None,
+        "unit": central.unit if central is not None else experiment.unit if private else None,
+        "noise": None if nominal is None and central is None else noise_of(federation, reports),
+        "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
+        "seed": experiment.seed,
+        "clients": [
+            {
+                "id": r["client"],
+                "units": r["units"],
+                "epsilon_spent": r["epsilon_spent"],
+                "epsilon_paper": r["epsilon_paper"],
+                "share_spent": r["share_spent"],
+                "order": r["order"],
+                "steps": r["steps"],
+                "halted": r["halted"],
+            }
+            for r in (reports[name] for name in federation.names if name in reports)
+        ],
+        "server": server,
+        "classification": test.metrics(),
+        "explanations": explanations,
+        "rounds": experiment.rounds,
+        "threads": about["threads"],
+        "seconds": round(seconds, 1),
+        "unused": unused_keys(federation.method, about["given"]),
+        "commit": about["commit"],
+        "versions": about["versions"],
+        "command": about["command"],
+    }
+    card = card_text(experiment, federation.data, read_json(folder.path / "statement.json"), result)
+    write_bytes(folder.path / "card.md", card.encode())
+    write_json(folder.path / "result.json", result)
+    return result
+
+
+def unused_keys(method: Method, given: Sequence[str]) -> list[str]:
+    """Keys that were given and make no difference to the method."""
+    return sorted(k for k in given if k not in method.uses)
+
+
+def _mean_sigma(folder: RunFolder) -> float | None:
+    sigmas = [line["sigma"] for line in folder.read_lines("trace.jsonl")]
+    return float(np.mean(sigmas)) if sigmas else None
+
+
+def _save_predictions(path: Path, images: Images, found: Predictions) -> None:
+    packed = io.BytesIO()
+    np.savez_compressed(
+        packed,
+        id=images.ids,
+        group=images.groups,
+        label=found.labels,
+        predicted=found.predicted,
+        confidence=found.confidence,
+        probabilities=found.probabilities,
+    )
+    write_bytes(path, packed.getvalue())

@@ -1,0 +1,173 @@
+"""What a client allows: the server proposes, `policy.toml` decides."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from xcal.config import Experiment, nearest
+from xcal.errors import UserError
+from xcal.federation.refusals import Refused
+from xcal.federation.rounds import ClientReport
+from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger_rows import RunTerms, covers
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# Without these an answer is none; everything else in a report is the owner's choice.
+ALWAYS_REPORTED = ("client", "units", "halted", "noise")
+REPORTABLE = (
+    *(f.name for f in fields(ClientReport) if f.name not in ALWAYS_REPORTED),
+    "trace",
+)
+
+
+class Policy(BaseModel):
+    """A client's terms. The four limits have no default: the owner says them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    epsilon_total: Positive = Field(description="highest ε of all runs together")
+    delta_total: Positive = Field(description="highest δ of all runs together")
+    epsilon_run: Positive = Field(description="highest ε of one run")
+    delta_run: Positive = Field(description="highest δ of one run")
+    sigma_min: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.3, description="lowest noise multiplier of a step"
+    )
+    methods: tuple[str, ...] = Field(("fl-dp", "xcal"), description="methods allowed")
+    networks: tuple[str, ...] = Field(
+        ("small", "resnet18", "efficientnet_b0"), description="networks allowed"
+    )
+    unit: Literal["record", "group"] = Field(
+        "record", description="what a run must protect at least: one image, or a person's all"
+    )
+    max_message: Annotated[int, Field(ge=1024)] = Field(
+        256 << 20, description="largest message in bytes"
+    )
+    max_steps: Annotated[int, Field(ge=1)] = Field(100_000, description="most steps of one run")
+    report: tuple[str, ...] = Field(
+        REPORTABLE, description="what may be told beside weights, units and whether it halted"
+    )
+
+
+Table = TypeVar("Table", bound=BaseModel)
+
+
+def read_table(kind: type[Table], path: Path, what: str) -> Table:
+    """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: `xcal home init` makes a {what}.") from None
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{path} cannot be read as text.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+    known = tuple(kind.model_fields)
+    for key in values:
+        if key not in known:
+            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "?"
+        if first["type"] == "missing":
+            text = f"{path} lacks {key} ({kind.model_fields[key].description}): add it."
+        else:
+            problem = first["msg"][:1].lower() + first["msg"][1:]
+            text = f"{key} = {values.get(key)!r} in {path} is not accepted: {problem}."
+        raise UserError(text) from None
+
+
+def read_policy(path: Path) -> Policy:
+    policy = read_table(Policy, path, "policy")
+    for name in policy.report:
+        if name not in REPORTABLE:
+            raise UserError(
+                f"report in {path} names {name!r}, which is nothing a client reports."
+                f"{nearest(name, REPORTABLE)}"
+            )
+    for run, total in (("epsilon_run", "epsilon_total"), ("delta_run", "delta_total")):
+        if getattr(policy, run) > getattr(policy, total):
+            raise UserError(f"{run} exceeds {total} in {path}: one run cannot have more than all.")
+    return policy
+
+
+def admit_experiment(policy: Policy, experiment: Experiment) -> None:
+    """Refuse what the policy does not allow, as far as the request alone shows it."""
+    # Lists of names: code named by a server runs only where the owner wrote that very name down.
+    if experiment.method not in policy.methods:
+        raise Refused(
+            "method-not-allowed", f"The policy does not allow the method {experiment.method!r}."
+        )
+    if experiment.network not in policy.networks:
+        raise Refused(
+            "network-not-allowed", f"The policy does not allow the network {experiment.network!r}."
+        )
+    if not covers(policy.unit, experiment.unit):
+        raise Refused(
+            "unit-not-allowed",
+            f"The policy asks to protect a {policy.unit}, the request a {experiment.unit}.",
+        )
+    for code, asked, allowed in (
+        ("epsilon-run", experiment.epsilon, policy.epsilon_run),
+        ("delta-run", experiment.delta, policy.delta_run),
+    ):
+        if asked > allowed:
+            raise Refused(code, f"The run asks for {asked:g}, the policy allows {allowed:g}.")
+
+
+def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTerms]) -> None:
+    """Refuse a run whose plan goes beyond the policy. `runs`: what the ledger holds already."""
+    if plan is None:
+        return  # a ledger with a limit refuses it; one without was made for such runs
+    others = [r for r in runs if r.run != run]
+    for code, own, rest, allowed in (
+        ("epsilon-total", plan.epsilon, [r.epsilon or 0.0 for r in others], policy.epsilon_total),
+        ("delta-total", plan.delta, [r.delta or 0.0 for r in others], policy.delta_total),
+    ):
+        if own + sum(rest) > allowed * (1 + 1e-12):
+            raise Refused(
+                code,
+                f"The run asks for {own:g}; earlier runs reserved {sum(rest):g} of {allowed:g}.",
+            )
+    if plan.steps > policy.max_steps:
+        raise Refused(
+            "too-many-steps", f"{plan.steps} steps planned, {policy.max_steps} are allowed."
+        )
+    lowest = min(s for s in (plan.sigma_min, plan.sigma_ref) if s is not None)
+    if lowest < policy.sigma_min:
+        raise Refused(
+            "sigma-too-low",
+            f"The plan goes down to a multiplier of {lowest:.3g}, the policy to"
+            f" {policy.sigma_min:g}.",
+        )
+
+
+def filtered(policy: Policy, report: dict[str, Any]) -> dict[str, Any]:
+    """A report with what the owner does not let out replaced by None."""
+    return {
+        name: value if name in ALWAYS_REPORTED or name in policy.report else None
+        for name, value in report.items()
+    }
+
+
+def looser_than_recommended(policy: Policy) -> list[str]:
+    """What an owner should think about again, a sentence each."""
+    found = []
+    if policy.epsilon_total > 10:
+        found.append(f"epsilon_total = {policy.epsilon_total:g} promises little: 10 is much.")
+    if policy.delta_total > 1e-3:
+        found.append(f"delta_total = {policy.delta_total:g} is high: stay below 1/units.")
+    if policy.sigma_min < 0.3:
+        found.append(f"sigma_min = {policy.sigma_min:g} lets single steps through almost bare.")
+    for name in (*policy.methods, *policy.networks):
+        if ":" in name:
+            found.append(f"{name!r} is code of your own: be sure what it does.")
+    return found

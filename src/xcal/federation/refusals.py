@@ -1,0 +1,49 @@
+"""Why a client refuses a request: fixed codes that a server understands and that tell no secret.
+
+The sentence with the detail stays in the client's own refusal log.
+"""
+
+from __future__ import annotations
+
+from xcal.errors import UserError
+
+CODES: dict[str, str] = {
+    "malformed": "the message cannot be read, or a field is missing, unknown or of another type",
+    "too-large": "the message is larger than the client's policy allows",
+    "wrong-client": "the request is addressed to another client",
+    "key-not-allowed": "the request sets a key that no server may set, such as noise or a seed",
+    "experiment-invalid": "the request's keys are not an experiment this version accepts",
+    "method-not-allowed": "the client's policy does not allow this method",
+    "network-not-allowed": "the client's policy does not allow this network",
+    "unit-not-allowed": "the request protects less than the unit the client's policy asks for",
+    "epsilon-run": "the run asks for more ε than the client's policy allows one run",
+    "delta-run": "the run asks for more δ than the client's policy allows one run",
+    "epsilon-total": "all runs together would exceed the client's highest ε",
+    "delta-total": "all runs together would exceed the client's highest δ",
+    "sigma-too-low": "a step would use less noise than the client's policy allows",
+    "too-many-steps": "the run plans more steps than the client's policy allows",
+    "no-guarantee": "the method has no guarantee, and this client's ledger carries a limit",
+    "plan-refused": "no plan exists for this target with this client's declared units",
+    "weights-mismatch": "names, shapes or types of the weights are not those of the network",
+    "weights-not-finite": "the weights received are not all finite",
+    "frozen-mismatch": "the parts that do not train differ between server and client",
+    "round-not-own": "the round is not one of the client's own by the request's schedule",
+    "round-past": "the round lies before the last one answered",
+    "round-other-weights": "the round was answered already, for other weights",
+    "diverged": "training left the range of finite numbers",
+    "ledger": "the client's ledger does not admit it, or cannot be used",
+    "busy": "the client is still at work on another request",
+    "data": "the client's data cannot be had at what the request asks for",
+    "home": "the client's own files need its owner's attention",
+    "internal": "something failed at the client; its owner finds the detail in the refusal log",
+}
+
+
+class Refused(UserError):
+    """A refusal: a fixed code for the server, a sentence for the client's owner."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        if code not in CODES:
+            raise ValueError(f"unknown refusal code {code!r}")
+        super().__init__(detail)
+        self.code = code

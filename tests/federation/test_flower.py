@@ -1,0 +1,303 @@
+"""Flower as an engine: the local engine's result bit for bit, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xcal
+from support import ROOT, TINY, sets, tiny_home, xcal_environment, xcal_process
+from xcal.config import make_experiment, to_toml
+from xcal.federation.files import read_tensors
+from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
+
+missing = find_spec("flwr") is None or find_spec("ray") is None
+with_flower = pytest.mark.skipif(
+    missing, reason="the extra flower is not installed: make test-federation installs it"
+)
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = read_tensors(folder / "model.safetensors")
+    assert found is not None
+    return found[0]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    one, other = model_of(first), model_of(second)
+    assert all(torch.equal(one[k], other[k]) for k in one)
+    results = [json.loads((p / "result.json").read_text()) for p in (first, second)]
+    for key in ("macro_f1", "road", "clients", "mean_sigma", "epsilon_target", "noise"):
+        assert results[0][key] == results[1][key], key
+    steps = [
+        sorted(
+            (line["client"], line["round"], line["step"], line["sigma"], line["signal"])
+            for line in map(json.loads, (p / "trace.jsonl").read_text().splitlines())
+            if line["signal"] is not None
+        )
+        for p in (first, second)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_an_engine_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    done = xcal_process("run", *sets(), "--engine", "flour", "--out", str(tmp_path / "x"))
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "xcal: Unknown engine 'flour'. Did you mean 'flower'?",
+    )
+    if missing:
+        done = xcal_process("run", *sets(), "--engine", "flower", "--out", str(tmp_path / "x"))
+        assert done.returncode == 2
+        assert "pip install 'xcal-fl[flower]'" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+@with_flower
+@pytest.mark.slow
+def test_the_simulation_gives_the_local_engines_result(tmp_path: Path) -> None:
+    keys = {**TINY, "method": "xcal", "participants": 2, "clients": 4}
+    xcal.run(tmp_path / "local", **keys)
+    done = xcal_process(
+        *("run", *sets(method="xcal", participants=2, clients=4), "--engine", "flower"),
+        *("--out", str(tmp_path / "flower"), "--client-cpus", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_run(tmp_path / "local", tmp_path / "flower")
+    for home in (tmp_path / "flower" / "clients").iterdir():
+        assert verify(home / "ledger.sqlite").ok
+
+
+@with_flower
+@pytest.mark.slow
+def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["run", *sets(method="xcal", rounds=40), "--engine", "flower", "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xcal", *words],
+        env=xcal_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while not (out / "rounds.jsonl").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, printed + errors
+    assert "xcal run --resume" in " ".join(printed.split())
+    xcal.run(tmp_path / "whole", **{**TINY, "method": "xcal", "rounds": 40})
+    xcal.run(out, resume=True)  # on the local engine
+    assert_same_run(tmp_path / "whole", out)
+    for home in (out / "clients").iterdir():
+        rows = read_rows(home / "ledger.sqlite")
+        (run,) = runs_of(rows)
+        steps = [(c.round, c.step) for c in charges_of(rows, run)]
+        assert len(steps) == len(set(steps))  # each paid for once
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def binary(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+class Deployment:
+    """A SuperLink and SuperNodes of this test, ended by their process ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        self.environment = {**xcal_environment(), **ENVIRONMENT, "PATH": bin_first}
+
+    def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+        home = self.folder / f"flwr-{name}"
+        home.mkdir(exist_ok=True)
+        with open(self.folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                [binary(words[0]), *words[1:]],
+                env={**self.environment, "FLWR_HOME": str(home)},
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,  # so that its children can be ended with it
+            )
+        self.processes.append(process)
+        return process
+
+    def superlink(self) -> None:
+        self.start(
+            "superlink",
+            *("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--database", str(self.folder / "superlink.db")),
+        )
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.2)
+        raise AssertionError((self.folder / "superlink.log").read_text())
+
+    def supernode(self, home: Path) -> subprocess.Popen[bytes]:
+        return self.start(
+            f"node-{home.name}",
+            *("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}"),
+            *("--port", str(free_port()), "--node-config", f'home="{home}"'),
+        )
+
+    def run(self, **settings: Any) -> subprocess.Popen[bytes]:
+        admin = self.folder / "flwr-admin"
+        admin.mkdir(exist_ok=True)
+        (admin / "config.toml").write_text(
+            '[superlink]\ndefault = "silo"\n[superlink.silo]\n'
+            f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        )
+        given = " ".join(f'{k}="{v}"' for k, v in settings.items())
+        app = ROOT / "deploy" / "flower"
+        return self.start("admin", "flwr", "run", str(app), "silo", "--stream", "-c", given)
+
+    def close(self) -> None:
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    made = Deployment(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_for(path: Path, deployment: Deployment, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        logs = {p.name: p.read_text()[-1500:] for p in deployment.folder.glob("*.log")}
+        assert time.monotonic() < end, logs
+        time.sleep(0.2)
+
+
+@with_flower
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_superlink_and_supernodes_give_the_local_engines_result(
+    tmp_path: Path, deployment: Deployment
+) -> None:
+    keys = {**TINY, "method": "xcal", "clients": 2, "rounds": 2}
+    experiment = make_experiment(keys)
+    xcal.run(tmp_path / "local", **keys)
+    path = tmp_path / "experiment.toml"
+    path.write_text(to_toml(experiment.resolved()))
+    homes = [tiny_home(tmp_path / "homes", i, experiment=experiment) for i in range(2)]
+    deployment.superlink()
+    for home in homes:
+        deployment.supernode(home)
+    deployment.run(experiment=path, out=tmp_path / "run")
+    wait_for(tmp_path / "run" / "result.json", deployment, 600)
+    assert_same_run(tmp_path / "local", tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "clients.json").read_text()) == ["0", "1"]
+    for home in homes:
+        assert verify(home / "ledger.sqlite").ok
+
+
+NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+def test_the_shipped_proxy_forwards_the_fleet_and_nothing_else(tmp_path: Path) -> None:
+    import http.client
+    import http.server
+    import ssl
+    import threading
+
+    seen: list[str] = []
+
+    class Behind(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        do_GET = do_POST
+
+        def log_message(self, *args: Any) -> None:
+            return
+
+    behind = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Behind)
+    threading.Thread(target=behind.serve_forever, daemon=True).start()
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout server.key -out server.crt"
+        " -subj /CN=localhost -addext subjectAltName=DNS:localhost".split(),
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    port = free_port()
+    shipped = (ROOT / "deploy" / "nginx-flower.conf").read_text()
+    text = shipped.replace("listen 8443", f"listen 127.0.0.1:{port}")
+    text = text.replace("127.0.0.1:39443", f"127.0.0.1:{behind.server_address[1]}")
+    (tmp_path / "nginx.conf").write_text(f"daemon off;\nmaster_process off;\n{text}")
+    assert NGINX is not None
+    proxy = subprocess.Popen(
+        [NGINX, "-p", str(tmp_path), "-c", "nginx.conf"], stderr=subprocess.DEVNULL
+    )
+    try:
+        trust = ssl.create_default_context(cafile=str(tmp_path / "server.crt"))
+
+        def ask(path: str) -> int:
+            for _ in range(50):
+                try:
+                    line = http.client.HTTPSConnection("localhost", port, context=trust, timeout=5)
+                    line.request("POST", path, body=b"x")
+                    status = line.getresponse().status
+                    line.close()
+                    return status
+                except ConnectionRefusedError:
+                    time.sleep(0.1)
+            raise AssertionError("nginx does not answer")
+
+        assert ask("/v1/fleet/pull-messages") == 200
+        for path in ("/v1/control/start-run", "/v1/runtime/x", "/", "/v1/fleet/../control/start"):
+            assert ask(path) == 403, path
+        assert seen == ["/v1/fleet/pull-messages"]
+        plain = http.client.HTTPConnection("localhost", port, timeout=5)
+        plain.request("POST", "/v1/fleet/x")
+        assert plain.getresponse().status == 400  # not without TLS
+        plain.close()
+    finally:
+        proxy.terminate()
+        proxy.wait()
+        behind.shutdown()
+        behind.server_close()

@@ -1,0 +1,62 @@
+"""Nothing is sent that the inventory does not explain."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+from support import ROOT, TINY, tiny_home
+from wire import a_request, ask, changed
+from xcal.config import KEYS, make_experiment
+from xcal.federation.inventory import INVENTORY, markdown
+from xcal.federation.messages import (
+    LOCAL_KEYS,
+    WIRE_KEYS,
+    Refusal,
+    Reply,
+    public_keys,
+)
+from xcal.federation.refusals import CODES
+from xcal.federation.rounds import ClientReport, RoundReply
+from xcal.training.local import StepRecord
+
+EXPLAINED = {f.name: f for f in INVENTORY}
+
+
+def test_every_field_of_the_messages_is_explained() -> None:
+    names = {f"report.{f.name}" for f in fields(ClientReport)}
+    names |= {f"trace.{f.name}" for f in fields(StepRecord)}
+    names |= {f.name for f in fields(Refusal)}
+    names |= {f.name for f in fields(Reply) if f.name != "answer"}
+    assert {f.name for f in fields(RoundReply)} == {"report", "weights", "trace"}
+    names |= {"weights", "trained", "format", "kind"}
+    assert names == set(EXPLAINED), "explain the field in federation/inventory.py"
+
+
+def test_nothing_else_is_in_the_log_of_real_messages(tmp_path: Path) -> None:
+    home = tiny_home(tmp_path)
+    assert isinstance(ask(home, a_request()), Reply)
+    assert isinstance(ask(home, changed(epsilon=100.0)), Refusal)
+    logged = [json.loads(line) for line in (home / "messages.jsonl").read_text().splitlines()]
+    assert [entry["kind"] for entry in logged] == ["reply", "refusal"]
+    for entry in logged:
+        for name, size in entry["fields"].items():
+            assert EXPLAINED[name].message in (entry["kind"], "both")
+            assert size > 0
+    assert logged[0]["fields"]["weights"] >= 4 * 3 * 8 * 9
+
+
+def test_the_printed_inventory_is_the_table() -> None:
+    text = (ROOT / "docs" / "messages.md").read_text()
+    assert text == markdown(), "run python docs/make_messages.py"
+    page = (ROOT / "docs" / "federation.md").read_text()
+    for code, what in CODES.items():
+        assert f"| `{code}` | {what} |" in page, "run python docs/make_messages.py"
+
+
+def test_every_key_of_an_experiment_is_placed() -> None:
+    assert set(KEYS) == WIRE_KEYS | LOCAL_KEYS, "say in federation/messages.py whether it travels"
+    assert not WIRE_KEYS & LOCAL_KEYS
+    sent = public_keys(make_experiment({**TINY, "seed": 5}))
+    assert not {"seed", "noise", "homes", "data", "weights"} & set(sent)

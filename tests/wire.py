@@ -1,0 +1,52 @@
+"""Requests as a server would send them to a home of `support.tiny_home`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support import TINY
+from xcal.config import make_experiment
+from xcal.federation.answer import answer
+from xcal.federation.messages import (
+    Refusal,
+    Reply,
+    Request,
+    decode_answer,
+    encode_request,
+    frozen_digest,
+    public_keys,
+)
+from xcal.models.registry import build_network
+from xcal.training.local import trainable
+
+KEYS = {**TINY, "method": "xcal"}
+
+
+def a_request(**changes: Any) -> Request:
+    experiment = make_experiment(KEYS)
+    model = build_network(experiment, 3)
+    made = Request(
+        client="0",
+        run="trial",
+        round=0,
+        own_rounds=(0, 1, 2),
+        experiment=public_keys(experiment),
+        initial_seed=0,
+        frozen=frozen_digest(model),
+        head=None,
+        weights={k: p.detach().clone() for k, p in trainable(model).items()},
+        validation_losses=(),
+    )
+    return replace(made, **changes)
+
+
+def changed(**keys: Any) -> Request:
+    request = a_request()
+    return replace(request, experiment={**request.experiment, **keys})
+
+
+def ask(home: Path, request: Request | bytes) -> Reply | Refusal:
+    data = request if isinstance(request, bytes) else encode_request(request)
+    return decode_answer(answer(home, data))
