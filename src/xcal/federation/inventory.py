@@ -124,6 +124,13 @@ INVENTORY: tuple[Field, ...] = (
         "the sum of charged costs over the plan's budget",
     ),
     Field(
+        "trace.clip",
+        "reply",
+        "the clipping norm of each step, where it follows the data",
+        "function of releases",
+        "chosen from counts or gradients released, and charged, before the step",
+    ),
+    Field(
         "code",
         "refusal",
         "why it was refused, one of a fixed list",
