@@ -18,13 +18,13 @@ from support import TINY
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.setup import prepare
+from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
 from xcal.privacy import ledger as ledgers
 from xcal.privacy.account import Account
 from xcal.privacy.accounting import epsilon_rdp
 from xcal.privacy.calibration import PlanShape, plan_static
 from xcal.privacy.ledger_rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
 from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.training import central
 from xcal.training.central import ServerBench, private_mean
 
 QUICK = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 0}
@@ -109,7 +109,6 @@ def test_a_null_client_moves_the_count_by_a_half() -> None:
     ]
     assert fractions[0] == pytest.approx(0.5 + 1.0)
     assert fractions[1] == pytest.approx(0.5 + 0.5)
-    assert central.COUNT_SENSITIVITY == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +165,58 @@ def test_a_home_with_a_limit_refuses_it(tmp_path: Path) -> None:
         homes.append(str(home))
     with pytest.raises(UserError, match="has no guarantee"):
         prepare(make_experiment({**QUICK, "method": "dp-fedavg", "homes": tuple(homes)}))
+
+
+# --- adaptive-clip at client level ----------------------------------------------------------------
+
+AT_SERVER = {**QUICK, "method": "adaptive-clip", "level": "client", "epsilon": 50.0}
+
+
+@pytest.mark.parametrize("start", [0.01, 100.0])
+def test_clipping_norm_converges_to_the_quantile_of_the_updates(start: float) -> None:
+    """From far below and far above: many clients, so that the count says something."""
+    experiment = make_experiment({**AT_SERVER, "clip": start, "clip_rate": 0.3, "quantile": 0.7})
+    plan = ADAPTIVE_CLIP_AT_SERVER.server_plan(experiment, 200)
+    state = ADAPTIVE_CLIP_AT_SERVER.load_server_state(None, experiment)
+    rng = np.random.default_rng(5)
+    norms = rng.lognormal(0.0, 0.5, 200)
+    updates = [{"w": torch.full((4,), norm / 2, dtype=torch.float64)} for norm in norms]
+    noise, late = SeededNoise(4), []
+    for t in range(150):
+        tools = ServerBench("m", t, noise, _Free(), 200)  # type: ignore[arg-type]
+        _, state = ADAPTIVE_CLIP_AT_SERVER.server_step(tools, experiment, plan, updates, state)
+        assert state.clip is not None
+        late.append(state.clip)
+    assert np.median(late[-50:]) == pytest.approx(np.quantile(norms, 0.7), rel=0.1)
+
+
+def test_a_run_at_client_level_pays_for_update_and_count_together(tmp_path: Path) -> None:
+    result = xcal.run(tmp_path / "run", **AT_SERVER)
+    assert result["unit"] == "client"
+    assert result["epsilon_target"] is None
+    assert result["epsilon_client"] == 50.0
+    path = tmp_path / "run" / "server" / "ledger.sqlite"
+    assert verify(path).ok
+    rows = read_rows(path)
+    (run,) = runs_of(rows).values()
+    charges = charges_of(rows, run.run)
+    assert len(charges) == 3
+    for charge in charges:
+        assert [r.name for r in charge.releases] == ["update", "count"]
+    norms = [c.releases[0].sensitivity for c in charges]
+    assert norms[0] == 1.0
+    assert len(set(norms)) == 3  # it moves with every released count
+    assert result["server"]["method"]["clip"] not in norms
+    assert result["unused"] == []
+
+
+def test_a_count_without_noise_enough_is_refused() -> None:
+    plan = prepare(make_experiment(AT_SERVER)).server_plan
+    assert plan is not None
+    low = 0.49 * plan.sigma_static
+    with pytest.raises(UserError, match="count_noise"):
+        prepare(make_experiment({**AT_SERVER, "count_noise": low}))
+    prepare(make_experiment({**AT_SERVER, "count_noise": 2 * plan.sigma_static}))
 
 
 def test_a_plan_can_be_had_before(capsys: Any) -> None:

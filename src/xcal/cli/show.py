@@ -79,6 +79,8 @@ class LiveProgress:
             self._headed = True
         clients = record["clients"]
         spent = [c["share_spent"] for c in clients if c["share_spent"] is not None]
+        if record.get("server") is not None:  # a trusted server's own budget
+            spent = [record["server"]["share_spent"]]
         sigma = [c["mean_sigma"] for c in clients if c["mean_sigma"] is not None]
         signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
         most = f"{100 * max(spent):.1f} %" if spent else "–"

@@ -1,6 +1,7 @@
 """`adaptive-clip`: static noise, and a clipping norm that follows a quantile (Andrew et al. 2021).
 
-At record level the client's own DP-SGD clips unit gradients to a quantile of their norms.
+At record level the client's own DP-SGD clips unit gradients to a quantile of their norms; at client
+level a trusted server clips whole updates (`client_quantile.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xcal.config import Experiment
-from xcal.errors import UserError
-from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
+from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, Method, shape_of
+from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
 from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan, plan_static
 from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
@@ -36,12 +37,14 @@ class RecordQuantile:
     pooled: bool = False
     uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS | QUANTILE_KEYS | {"level", "count_noise"}
 
+    def variant(self, experiment: Experiment) -> Method:
+        """Itself, or the one at the server."""
+        return ADAPTIVE_CLIP_AT_SERVER if experiment.level == "client" else self
+
     def rule(self, experiment: Experiment) -> QuantileRule:
         return replace(quantile_rule(experiment), fixed_noise=experiment.count_noise)
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        if experiment.level != "record":
-            raise UserError("adaptive-clip works at level = 'record' only: set it so.")
         plan = plan_static(shape_of(experiment, units, own_rounds), self.name)
         sigma, sigma_count = self.rule(experiment).multipliers(plan.sigma_static)
         return replace(

@@ -27,17 +27,15 @@ def client_level_shape(experiment: Experiment, participants: int) -> PlanShape:
 
 
 @dataclass(frozen=True)
-class CentralNoise:
-    """Plain SGD at the clients; the guarantee is the server's, for a whole client.
+class RawUpdates:
+    """The clients' side of a central method: plain SGD; the guarantee is the server's.
 
     The server is trusted and sees raw updates: at record level, against it, ε = ∞, and so it stands
     in every client's own ledger.
     """
 
-    name: str = "dp-fedavg"
     private: bool = False
     pooled: bool = False
-    uses: frozenset[str] = COMMON_KEYS | {"epsilon", "delta", "clip"}
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan | None:
         return None
@@ -55,6 +53,12 @@ class CentralNoise:
 
     def epsilon_paper(self, experiment: Experiment, plan: Plan | None, state: None) -> float | None:
         return None
+
+
+@dataclass(frozen=True)
+class CentralNoise(RawUpdates):
+    name: str = "dp-fedavg"
+    uses: frozenset[str] = COMMON_KEYS | {"epsilon", "delta", "clip"}
 
     def server_plan(self, experiment: Experiment, participants: int) -> Plan:
         return plan_static(client_level_shape(experiment, participants), self.name)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter
-from xcal.privacy.ledger_rows import Release
 from xcal.privacy.noise import release_tensors
+from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord
-from xcal.training.steps import clipped_sum
+from xcal.training.steps import clipped_sum, gradient_release
 
 FALLS = 3  # rounds of falling loss before the noise is lowered
 REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one
@@ -100,7 +100,7 @@ def adap_step(
     assert bench.account is not None
     if bench.round != state.round:
         state = AdapState(bench.round, next_clip(state, rule))
-    clip = state.clip
+    clip, bound = state.clip, Bound(state.clip)
     sigma, cost = admissible_sigma(rule, decays(bench.validation_losses), bench.account.filter)
     bench.account.pay(
         bench.round,
@@ -108,18 +108,19 @@ def adap_step(
         rate=bench.rate,
         sigma=sigma,
         cost=cost,
-        releases=(Release("gradient", sigma * clip, clip),),
+        releases=(gradient_release(bound, sigma),),
         inputs=bench.inputs(step, sigma, clip),
     )
     batch = bench.draw(step)
-    sums = clipped_sum(replace(bench, clip=clip), batch)
-    noisy = release_tensors(sums.gradients, sigma * clip, bench.noise, bench.key(step, "gradient"))
+    sums = clipped_sum(bench, batch, bound)
+    scale = sigma * sums.bound.sensitivity
+    noisy = release_tensors(sums.gradients, scale, bench.noise, bench.key(step, "gradient"))
     mean = {name: value.div_(bench.batch) for name, value in noisy.items()}
     bench.optimiser.step(mean)
     # From here on only the release is looked at.
     square = math.fsum(float(v.double().square().sum()) for v in mean.values())
     size = sum(v.numel() for v in mean.values())
-    noise = (sigma * clip / bench.batch) ** 2  # variance of one coordinate
+    noise = (scale / bench.batch) ** 2  # variance of one coordinate
     signal = max(square - size * noise, 0.0)
     state = AdapState(
         state.round,
@@ -128,4 +129,5 @@ def adap_step(
         state.squares + square - size * noise,
         state.doubt + 2 * size * noise**2 + 4 * noise * signal,
     )
-    return state, StepRecord(bench.round, step, sigma, None, bench.account.filter.share_spent)
+    share = bench.account.filter.share_spent
+    return state, StepRecord(bench.round, step, sigma, None, share, clip=clip)

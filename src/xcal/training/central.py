@@ -12,12 +12,12 @@ from torch import Tensor
 
 from xcal.privacy.account import Account
 from xcal.privacy.accounting import joint_sigma, step_cost
+from xcal.privacy.calibration import COUNT_SENSITIVITY
 from xcal.privacy.ledger_rows import Release
 from xcal.privacy.noise import NoiseKey, NoiseSource, release_scalar, release_tensors
 from xcal.training.local import ReplayKey, digest_tensors
 
 Update = dict[str, Tensor]  # float64: what one client changed
-COUNT_SENSITIVITY = 0.5  # Σ(b − ½) with b in {0, 1}: a null client moves it by ½
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ class StepRecord:
     sigma: float
     signal: float | None
     share_spent: float
-    clip: float | None = None  # where C follows released counts
+    clip: float | None = None  # where C follows earlier releases
 
 
 def mean_by_unit(values: Tensor, units: Tensor, n_units: int) -> NDArray[np.float64]:
