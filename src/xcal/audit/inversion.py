@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -234,6 +234,10 @@ def invert(
 ) -> Inverted:
     """Run one attack and measure what it found."""
     labels = read_label(update) if len(update.labels) == 1 else update.labels
+    if len(labels) > 1:  # more pictures in one gradient take longer to come apart
+        settings = replace(
+            settings, dlg_steps=3 * settings.dlg_steps, cosine_steps=3 * settings.cosine_steps
+        )
     raw = ATTACKS[attack](update, labels, settings)
     originals = to_pixels(update.originals)
     if standardised:

@@ -351,7 +351,8 @@ def _with_gradients(
         spreads: list[float | Scores] = []
         for i in mine:
             own = watcher.own_spread[i]
-            spreads.append(sigmas[i] if own is None else own)
+            # The noise as it is seen, not as it is claimed: a claim is what is being tried.
+            spreads.append(watcher.deviations[i] if own is None else own)
             per_step += mixture_ratio(
                 watcher.readings[i], steps=1, rate=rate, deviation=spreads[-1]
             )

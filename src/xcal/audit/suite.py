@@ -36,7 +36,7 @@ FOR_GRADIENTS: dict[str, Any] = {"batch": 128, "rounds": 4}
 FOR_INPUTS: dict[str, Any] = {"batch": 32, "rounds": 15, "lr": 0.3}
 FOR_MEMBERSHIP: dict[str, Any] = {"batch": 20, "rounds": 30, "lr": 0.3}
 # Short steps: the attacker takes a whole round for one gradient.
-FOR_INVERSION: dict[str, Any] = {"lr": 0.01}
+FOR_INVERSION: dict[str, Any] = {"lr": 0.001}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Effort:
     models: int = 8
     pool: int = 120
     pictures: int = 4
-    round_pictures: int = 4
+    round_pictures: int = 2
     inversion: Settings = field(default_factory=Settings)
     epsilons: tuple[float, ...] = (50.0, 5.0, 0.5)
     confidence: float = 0.95
