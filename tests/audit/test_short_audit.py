@@ -21,7 +21,7 @@ from xcal.data.images import Images
 from xcal.privacy.accounting import joint_sigma, reference_cost
 from xcal.training.local import LocalData
 
-PRIVATE = ("fl-dp", "xcal-paper", "xcal")
+PRIVATE = ("fl-dp", "xcal-paper", "xcal", "agp-dp", "adaptive-clip")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -38,7 +38,7 @@ from xcal.data.sampling import to_tensor
 from xcal.errors import UserError
 from xcal.models.registry import build_network
 from xcal.privacy.ledger_rows import Charge
-from xcal.training.clipping import ClippingEngine
+from xcal.training.clipping import PLAIN, Bound, ClippingEngine
 from xcal.training.local import trainable
 
 Scores = NDArray[np.float64]
@@ -153,6 +153,14 @@ def quiet_blocks(model: nn.Module, released: Tensor) -> Tensor | None:
     return torch.cat(spreads).clamp_min(1e-9) if quiet else None
 
 
+def _in_scaled_space(model: nn.Module, released: Tensor, bound: Bound) -> Tensor:
+    """A released gradient sum as it was when the noise was added."""
+    parameters = trainable(model)
+    pieces = torch.split(released, [p.numel() for p in parameters.values()])
+    named = {k: v.view_as(p) for (k, p), v in zip(parameters.items(), pieces, strict=True)}
+    return flat(bound.geometry.scaled(named))
+
+
 @dataclass
 class _GradientWatcher:
     """Reads every canary's direction off every released sum.
@@ -162,13 +170,13 @@ class _GradientWatcher:
     """
 
     directions: Directions
-    clips: list[float]
+    bounds: list[Bound]  # what the engine was told, step by step
     readings: list[Scores] = field(default_factory=list)
     own_spread: list[Scores | None] = field(default_factory=list)
     deviations: list[float] = field(default_factory=list)
 
     def __call__(self, before: nn.Module, released: Tensor) -> None:
-        seen = released / self.clips[-1]
+        seen = _in_scaled_space(before, released, self.bounds[-1]) / self.bounds[-1].norm
         spread = quiet_blocks(before, seen)
         if spread is None:
             self.readings.append(self.directions.read(seen))
@@ -326,17 +334,17 @@ def _with_gradients(
         )
     directions = Directions(parameters, planted.canaries, experiment.seed)
     data = CanaryData(planted.images, planted.included, in_gradient=True)
-    clips: list[float] = []
+    bounds: list[Bound] = []
 
     class Engine(CanaryEngine):
         def __init__(self, model: nn.Module, *, chunk: int = 256) -> None:
             super().__init__(model, data=data, directions=directions, chunk=chunk)
 
         def clipped_sum(self, *args: Any, clip: float, **options: Any) -> Any:
-            clips.append(clip)
+            bounds.append(Bound(clip, options.get("geometry", PLAIN)))
             return super().clipped_sum(*args, clip=clip, **options)
 
-    watcher = _GradientWatcher(directions, clips)
+    watcher = _GradientWatcher(directions, bounds)
     trained = train_alone(
         experiment, data, classes, observe=watcher, make_engine=Engine, on_step=on_step
     )
