@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo static check test test-faults test-web test-federation bench clean
+.PHONY: help install demo static check test test-audit test-faults test-web test-federation bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-federation   the engines Flower and NVIDIA FLARE, with real processes"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
+	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (20 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
@@ -65,6 +66,12 @@ test-federation: install
 	@echo "== Federation: messages, homes, engines =="
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,flower]'
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 tests/federation
+
+test-audit: install
+	@echo "== Attacks on every method (runs/audit) =="
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/xcal audit --out runs/audit
+	@echo "== Mechanisms broken on purpose =="
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python tests/audit/run_mutants.py
 
 bench: install
 	@echo "== Step times against peers (benchmarks/results) =="
