@@ -117,6 +117,7 @@ def study_command(
     weights: Path | None = typer.Option(None, help="Published EfficientNet-B0 weights."),
     results: Path = typer.Option(Path("results"), help="Where finished cells are kept."),
     work: Path = typer.Option(Path("runs/studies"), help="Where unfinished cells are."),
+    device: str = typer.Option("cpu", help="cpu or cuda."),
     keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
     plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
 ) -> None:
@@ -168,6 +169,7 @@ def study_command(
         weights=weights,
         command=shlex.join(["xcal", *sys.argv[1:]]),
         keep=keep,
+        device=device,
     )
     again = "The same command goes on from here."
     console.print(f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}")

@@ -24,7 +24,9 @@ from xcal.report.run_figures import (
     runs_table,
 )
 from xcal.report.study_figures import figures_of
+from xcal.report.study_panel import StudyPanel, study_panels
 from xcal.studies.declared import STUDIES, declare
+from xcal.studies.scales import SCALES
 from xcal.studies.store import Results
 from xcal.studies.tables import StudyView, Table, view
 
@@ -45,14 +47,15 @@ class Material:
     studies: tuple[StudySection, ...]
     commands: tuple[dict[str, Any], ...]  # of the studies' cells
     orphans: int  # cells that no study of this version declares
+    panels: tuple[StudyPanel, ...] = ()
 
 
-def gather(folders: Sequence[Path]) -> Material:
+def gather(folders: Sequence[Path], *, panels: bool = True) -> Material:
     """A run, a folder of runs, or a folder of results; each as often as one likes."""
     runs: list[RunView] = []
     studies: list[StudySection] = []
     commands: list[dict[str, Any]] = []
-    orphans = 0
+    orphans, drawn = 0, list[StudyPanel]()
     for folder in folders:
         found = False
         if (folder / "run.json").exists():
@@ -78,13 +81,17 @@ def gather(folders: Sequence[Path]) -> Material:
                 for c in cells
             ]
             found = found or bool(cells)
+            if panels and scale in SCALES:
+                drawn += study_panels(results, scale)
         if not found:
             raise UserError(
                 f"{folder} holds no finished run and no results: name a run's folder, a folder of"
                 " runs or a results folder."
             )
     runs.sort(key=lambda r: _rank(r.method))
-    return Material(tuple(_named(runs)), tuple(studies), tuple(_distinct(commands)), orphans)
+    return Material(
+        tuple(_named(runs)), tuple(studies), tuple(_distinct(commands)), orphans, tuple(drawn)
+    )
 
 
 def _rank(method: str) -> int:
@@ -192,7 +199,10 @@ def report_page(material: Material, *, panel_images: int = 4) -> str:
         runs_table=runs_table(material.runs) if material.runs else None,
         run_figures=figures,
         studies=material.studies,
-        tiles=rows,
+        panels=[
+            *([StudyPanel("The runs of this report", tuple(map(tuple, rows)))] if rows else []),
+            *material.panels,
+        ],
         commands=[*(facts(r) for r in material.runs), *material.commands],
         orphans=material.orphans,
         figures=_script_json([f.plotly() for f in everything]),
@@ -218,7 +228,7 @@ def _code(text: str) -> Markup:
 
 
 def save_report(path: Path, folders: Sequence[Path], *, panel_images: int = 4) -> Material:
-    material = gather(folders)
+    material = gather(folders, panels=panel_images > 0)
     page = report_page(material, panel_images=panel_images)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

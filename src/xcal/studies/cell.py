@@ -64,10 +64,12 @@ class Talk:
     def say(self, text: str) -> None: ...
 
 
-def run_cell(cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk) -> Any:
+def run_cell(
+    cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk, device: str = "cpu"
+) -> Any:
     """The result of the cell and the test set it was measured on; resumes what stands in `work`."""
     began = time.monotonic()
-    experiment = cell.experiment(weights)
+    experiment = cell.experiment(weights, device)
     federation = prepare(experiment)
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
@@ -165,16 +167,17 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
     found = read_tensors(folder.path / "model.safetensors")
     assert found is not None
     model.load_state_dict(found[0])
-    model.eval()
+    device = experiment.device
+    model.to(device).eval()
     test = data.test
     values: dict[str, Any] = {
         "test_set": test_set_of(federation).name,
-        "predicted": pack(predict(model, test).predicted.astype(np.uint8)),
+        "predicted": pack(predict(model, test, device=device).predicted.astype(np.uint8)),
     }
     if explained == 0:
         return values
     chosen = explained_subset(test.groups, explained)
-    inputs = to_tensor(np.asarray(test.pixels[chosen]))
+    inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
     scores = road(model, inputs, gradcam_maps(model, inputs), RoadSettings())
     values |= {
         "road": _rounded(scores.road),
@@ -182,7 +185,7 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
         "road_images": pack(chosen.astype(np.int32)),
         "road_scores": pack(np.round(scores.scores / ROAD_STEP).astype(np.int16)),
         "constant_maps": scores.constant_maps,
-        "maps": maps_of(model, test, len(data.classes)),
+        "maps": maps_of(model, test, len(data.classes), device),
     }
     return values
 
@@ -201,12 +204,14 @@ def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArr
     return np.array(order[:count], dtype=np.int64)
 
 
-def maps_of(model: torch.nn.Module, test: Images, classes: int) -> list[dict[str, Any]]:
+def maps_of(
+    model: torch.nn.Module, test: Images, classes: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
     chosen = panel_images(test, classes)
-    inputs = to_tensor(np.asarray(test.pixels[chosen]))
+    inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
     confidence = predict_logits(model, inputs).double().softmax(dim=1).nan_to_num(0.0)
     predicted = confidence.argmax(dim=1)
-    maps = gradcam_maps(model, inputs, predicted).double().nan_to_num(0.0)
+    maps = gradcam_maps(model, inputs, predicted).double().nan_to_num(0.0).cpu()
     entries = []
     for i, k, row, saliency in zip(chosen, predicted, confidence, maps, strict=True):
         top = float(saliency.max())
@@ -245,7 +250,7 @@ def main() -> int:
     weights = None if orders["weights"] is None else Path(orders["weights"])
     talk = Talk()
     try:
-        values, test = run_cell(cell, work, weights, orders["command"], talk)
+        values, test = run_cell(cell, work, weights, orders["command"], talk, orders["device"])
     except UserError as error:
         busy = "being worked on by another process" in str(error)
         talk.tell(error=str(error))

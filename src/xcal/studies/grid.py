@@ -98,9 +98,9 @@ class Cell:
             parts.append(self.variant)
         return ", ".join([*parts, f"seed {self.seed}"])
 
-    def experiment(self, weights: Path | None = None) -> Experiment:
+    def experiment(self, weights: Path | None = None, device: str = "cpu") -> Experiment:
         """The experiment to run; `weights` is where this machine has the published ones."""
-        values = {**self.keys, "threads": 1, "road_test_images": 0}
+        values = {**self.keys, "threads": 1, "road_test_images": 0, "device": device}
         if values.get("weights") is not None:
             if weights is None:
                 raise UserError(

@@ -69,6 +69,7 @@ class Options:
     weights: Path | None = None
     command: str = "xcal study"
     keep: bool = False
+    device: str = "cpu"
 
 
 def free_memory() -> float:
@@ -158,6 +159,7 @@ class _Running:
             "weights": None if options.weights is None else str(options.weights),
             "command": options.command,
             "keep": options.keep,
+            "device": options.device,
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(orders) + "\n")
@@ -208,7 +210,9 @@ def run_grid(
     weights = default_weights(options.weights)
     missing = [cell for cell in grid.cells if not results.has(cell)]
     for cell in missing:
-        cell.experiment(weights)  # a grid that cannot be run is refused before any of it is
+        cell.experiment(
+            weights, options.device
+        )  # a grid that cannot be run is refused before any of it is
     options = replace(options, weights=weights)
     estimate = Estimate(grid, results)
     jobs = how_many(grid, options.jobs)

@@ -127,7 +127,8 @@ LAPTOP = Scale(
         "small": {"pixels": 64, "lr": 1.5},
         "efficientnet_b0": {
             "pixels": 64,
-            "lr": 1.0,
+            "lr": 0.1,
+            "average": 0.2,
             "norm": "frozen",
             "output_stride": 16,
             "train": "last:2",
@@ -141,7 +142,10 @@ LAPTOP = Scale(
             "train": "all",
         },
     },
-    by_epsilon={},
+    by_epsilon={
+        ("efficientnet_b0", 0.05): {"lr": 0.03},
+        ("efficientnet_b0", 0.5): {"lr": 0.05},
+    },
     plain={
         "small": {"lr": 0.3},
         "efficientnet_b0": {"lr": 0.05},

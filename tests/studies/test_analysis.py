@@ -1,0 +1,112 @@
+"""From cells to sentences: the paper's figures, courses, answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from made_up import made_up_results
+from xcal.studies.analysis import course_of, lowess, round_seconds
+from xcal.studies.declared import declare
+from xcal.studies.grid import Choice
+from xcal.studies.paper import printed
+from xcal.studies.store import Results
+from xcal.studies.tables import view
+
+SMALL = Choice(data=("blood-cells",), networks=("small",), epsilons=(0.5, 5.0), seeds=3)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made_up_results(tmp_path_factory.mktemp("r"), seeds=3)
+
+
+def test_the_paper_prints_what_it_prints() -> None:
+    assert printed("macro_f1", "blood-cells", "xcal", 0.5) == 0.716
+    assert printed("macro_f1", "blood-cells", "fl-dp", 0.5) == 0.654
+    assert printed("macro_f1", "blood-cells", "fl", None) == 0.844
+    assert printed("macro_f1", "ham10000", "xcal-paper", 50.0) == 0.886
+    assert printed("road", "chest-xray14", "agp", 5.0) == 12.093
+    assert printed("macro_f1", "blood-cells", "centralized", None, network="resnet18") == 0.855
+    shifted = printed(
+        "macro_f1", "ham10000", "fl-dp", 0.5, network="resnet18", clients=50, partition="covariate"
+    )
+    assert shifted == 0.667
+    for nothing in (
+        printed("macro_f1", "smear", "xcal", 0.5),
+        printed("macro_f1", "blood-cells", "xcal", 3.0),
+        printed("macro_f1", "blood-cells", "agp-dp", 0.5),
+        printed("macro_f1", "blood-cells", "agp", 0.5, clients=10),
+    ):
+        assert nothing is None
+
+
+def test_lowess_leaves_a_line_alone_and_calms_noise() -> None:
+    x = np.linspace(0, 1, 20)
+    np.testing.assert_allclose(lowess(x, 3 * x - 1), 3 * x - 1, atol=1e-9)
+    noise = np.random.default_rng(0).normal(0, 1, 20)
+    assert lowess(x, noise).std() < noise.std()
+    assert lowess(x[:2], noise[:2]).tolist() == noise[:2].tolist()
+
+
+def test_a_view_counts_what_is_there_and_what_is_missing(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    assert found.finished == found.total
+    assert "All" in found.missing
+    whole = view(declare("privacy-utility", "laptop"), results)
+    assert f"{whole.finished} of the grid's {whole.total} cells" in whole.missing
+    assert "xcal study privacy-utility --scale laptop" in whole.missing
+
+
+def test_disagreement_with_the_paper_is_said_in_a_sentence(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    published = [s for s in found.sentences if "`xcal-paper`" in s and "ε = 0.5" in s]
+    assert len(published) == 1
+    assert "the paper prints an F1 difference of +0.062" in published[0]
+    assert "no difference shown, and one as large as printed is outside" in published[0]
+
+
+def test_the_tables_say_better_only_where_the_interval_does(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    for table in found.tables:
+        for row in table.rows:
+            if row[4] == "better":
+                assert "[+" in row[3]
+            if row[4] == "worse":
+                assert row[3].split(", ")[1].startswith("−")
+        assert table.markdown().count("\n|") == len(table.rows) + 2
+
+
+def test_a_replaced_signal_is_compared_with_the_signal(results: Results) -> None:
+    found = view(declare("ablation", "laptop", SMALL), results)
+    rows = {row[0]: row for table in found.tables for row in table.rows}
+    assert rows["`xcal`, signal: decay"][2] != "–"
+    assert rows["`xcal`"][2] == "–"
+    assert "comparisons the signal was replaced" in found.answer
+
+
+def test_courses_know_where_they_peak(results: Results) -> None:
+    series = view(declare("efficiency", "laptop", SMALL), results).series
+    course = course_of(next(s for s in series if s.method == "xcal"))
+    assert course is not None
+    # The made-up ROAD rises to half of the budget and stays; the first of equals is the peak.
+    assert course.stop_share == pytest.approx(0.6)
+    assert course.f1_gain > 0
+    table = view(declare("efficiency", "laptop", SMALL), results).tables[0]
+    assert any("60 %" in row[6] for row in table.rows)
+
+
+def test_overhead_is_a_clients_round_over_static_noise(results: Results) -> None:
+    grid = declare("overhead", "laptop", Choice(("blood-cells",), ("small",)))
+    found = view(grid, results)
+    assert round_seconds(next(s for s in found.series if s.method == "fl-dp"))[0] == 1.0
+    assert any("33" in row[3] for row in found.tables[0].rows if row[0] == "`xcal`")
+    assert "33 to 47 %" in found.tables[0].note
+
+
+def test_nothing_finished_is_nothing_said(tmp_path: Path) -> None:
+    for study in ("privacy-utility", "ablation", "efficiency", "clients", "overhead", "units"):
+        found = view(declare(study, "laptop"), Results(tmp_path))
+        assert found.finished == 0 and not found.sentences and found.answer
