@@ -12,7 +12,7 @@ import pytest
 import xcal
 from support import ROOT, xcal_process
 from xcal.config import load_experiment, read_toml
-from xcal.federation.local import unused_keys
+from xcal.federation.outcome import unused_keys
 from xcal.methods.registry import get_method, plan_for
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
