@@ -14,6 +14,7 @@ from xcal.cli import (
     demo,
     evaluate,
     explain,
+    federation,
     home,
     ledger,
     panel,
@@ -60,6 +61,7 @@ app.add_typer(ledger.app, name="ledger")
 app.add_typer(home.app, name="home")
 app.add_typer(data.app, name="data")
 app.add_typer(bench.app, name="bench")
+app.add_typer(federation.app, name="federation")
 
 
 def main() -> None:

@@ -1,0 +1,276 @@
+"""`xcal federation`: hospitals that train together over NVIDIA FLARE."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from xcal.errors import UserError
+
+app = typer.Typer(
+    help="A federation between hospitals: certificates, checks, runs.", no_args_is_help=True
+)
+console = Console(highlight=False, soft_wrap=True)
+
+LEAD = typer.Option(
+    None, "--lead", envvar="XCAL_LEAD", help="The lead's folder (or a viewer's, to look)."
+)
+
+
+def say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+# --- becoming a federation ------------------------------------------------------------------------
+
+
+@app.command("init")
+def init_command(
+    source: Path = typer.Argument(..., metavar="FEDERATION.toml", help="Who takes part."),
+    out: Path = typer.Option(..., "--out", help="The coordinator's new folder."),
+    local: bool = typer.Option(
+        False, "--local", help="Play all roles on this machine, each in a folder of its own."
+    ),
+    experiment: Path | None = typer.Option(
+        None, "--experiment", help="With --local: give each site its part of this data."
+    ),
+    seed: int | None = typer.Option(
+        None, "--seed", help="With --local: simulated noise that can be drawn again."
+    ),
+) -> None:
+    """Coordinator: make the CA, the invitations, and the server's and the lead's kits."""
+    from xcal.federation.nvflare import provision
+
+    if not local:
+        if experiment is not None or seed is not None:
+            raise UserError("--experiment and --seed go with --local: real sites have their own.")
+        made = provision.init(source, out)
+        say(f"Made the CA of {made.about.name!r} in {made.ca}; its key never leaves this folder.")
+        say(f"The server's party is {made.server}, the lead's {made.lead}.")
+        for name in (*made.about.sites, *made.about.viewers):
+            say(f"Send {made.invitation_file(name)} to {name}.")
+        say("Tell each of them, by telephone, the fingerprint of this federation:")
+        say(f"  {made.fingerprint}")
+        say(f"Then: xcal federation approve REQUEST.zip --coordinator {out}")
+        return
+    from xcal.federation.nvflare.local import init_local
+
+    for line in init_local(source, out, experiment, seed):
+        say(line)
+
+
+@app.command("join")
+def join_command(
+    invitation: Path = typer.Argument(..., help="The coordinator's invitation."),
+    out: Path | None = typer.Option(None, "--out", help="This party's new folder."),
+    renew: Path | None = typer.Option(
+        None, "--renew", help="A party's existing folder: a new key for a new certificate."
+    ),
+) -> None:
+    """Site: make a key and a request. The key never leaves the folder."""
+    from xcal.federation.nvflare import provision
+    from xcal.federation.nvflare.parties import Invitation, Party
+
+    invited = Invitation.read(invitation)
+    if (out is None) == (renew is None):
+        raise UserError("Say where: --out FOLDER for a new party, or --renew FOLDER.")
+    if renew is not None:
+        party = Party.find(renew)
+        if party.about != invited:
+            raise UserError(f"{renew} belongs to another invitation than {invitation}.")
+        provision.renew(party)
+    else:
+        assert out is not None
+        party = provision.join(invited, out)
+    say(f"Made {invited.name}'s key in {party.request_folder}; it stays there.")
+    say("Compare the federation's fingerprint with the coordinator, by telephone:")
+    say(f"  {invited.fingerprint}")
+    say(f"Send {party.request_file} to the coordinator, who is told this fingerprint of it:")
+    say(f"  {provision.key_fingerprint(party.request_file)}")
+    say(f"When the answer comes: xcal federation accept {party.folder} ANSWER.zip")
+
+
+@app.command("approve")
+def approve_command(
+    request: Path = typer.Argument(..., help="A site's request."),
+    coordinator: Path = typer.Option(..., "--coordinator", help="The coordinator's folder."),
+    fingerprint: str | None = typer.Option(
+        None, "--fingerprint", help="What the site read to you; refused where it differs."
+    ),
+) -> None:
+    """Coordinator: sign a request of an invited party."""
+    from xcal.federation.nvflare import provision
+
+    found = provision.key_fingerprint(request)
+    if fingerprint is not None and fingerprint.strip().lower() != found:
+        raise UserError(f"{request} has the fingerprint {found}: it is not the site's request.")
+    signed = provision.approve(provision.Coordinator.find(coordinator), request)
+    say(f"Signed the key with the fingerprint {found}.")
+    say(f"Send {signed} back: it holds certificates only.")
+
+
+@app.command("accept")
+def accept_command(
+    folder: Path = typer.Argument(..., help="The party's folder."),
+    answer: Path = typer.Argument(..., help="The coordinator's answer."),
+) -> None:
+    """Site: build the kit from the answer, with hardened policies, and check it."""
+    from xcal.federation.nvflare import provision
+    from xcal.federation.nvflare.parties import Party
+
+    party = Party.find(folder)
+    provision.accept(party, answer)
+    say(f"Built the kit in {party.kit}: no foreign code, no shell, no log streaming.")
+    if party.about.role == "site" and not party.home.exists():
+        say("Now give it a home with your data and your terms, which only you can change:")
+        say(
+            f"  xcal home init {party.home} --client {party.about.name} --data NAME"
+            " --population WHO --epsilon-total 5 --delta-total 1e-5"
+        )
+    if party.about.role in ("site", "server"):
+        say(f"Then: xcal federation check {folder} && xcal federation start {folder}")
+
+
+@app.command("check")
+def check_command(folder: Path = typer.Argument(..., help="The party's folder.")) -> None:
+    """Tell what is wrong with a party before it starts; exit code 2 where something is."""
+    from xcal.federation.nvflare.check import check_party
+    from xcal.federation.nvflare.parties import Party
+
+    found = check_party(Party.find(folder))
+    for finding in found:
+        say(f"{finding.level:8} {finding.text}")
+    problems = sum(f.level == "problem" for f in found)
+    if problems:
+        raise UserError(f"{folder} is not ready: {problems} problem{'s' * (problems > 1)} above.")
+    say("Ready.")
+
+
+@app.command("start")
+def start_command(
+    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
+    foreground: bool = typer.Option(False, "--foreground", help="Stay, for a supervisor."),
+) -> None:
+    """Start a party (or all parties of a local federation)."""
+    from xcal.federation.nvflare import process
+    from xcal.federation.nvflare.local import parties_in
+
+    parties = parties_in(folder)
+    if foreground and len(parties) != 1:
+        raise UserError("--foreground starts one party: name its folder.")
+    for party in parties:
+        pid = process.start(party, foreground=foreground)
+        say(f"Started {party.about.name} as process {pid}; it writes {party.log}.")
+
+
+@app.command("halt")
+def halt_command(
+    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
+) -> None:
+    """End a party's processes (or those of all parties of a local federation)."""
+    from xcal.federation.nvflare import process
+    from xcal.federation.nvflare.local import parties_in
+
+    for party in reversed(parties_in(folder)):
+        count = process.stop(party)
+        say(f"Ended {party.about.name}." if count else f"{party.about.name} was not running.")
+
+
+# --- running experiments --------------------------------------------------------------------------
+
+
+@app.command("submit")
+def submit_command(
+    experiment: Path = typer.Argument(..., help="An experiment file (TOML)."),
+    lead: Path | None = LEAD,
+    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
+    name: str | None = typer.Option(None, "--name", help="The run's name; new."),
+    quorum: int | None = typer.Option(
+        None, "--quorum", help="Fewest sites whose answers make a round; all if not given."
+    ),
+    timeout: float | None = typer.Option(
+        None, "--timeout", help="Seconds a round may take; an hour if not given."
+    ),
+) -> None:
+    """Lead: propose an experiment to the sites. Each decides by its own policy."""
+    from xcal.federation.nvflare import runs
+
+    run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout)
+    say(f"Submitted the run {run!r} (job {job}).")
+    say(f"Watch it: xcal federation status {run} --watch")
+
+
+@app.command("status")
+def status_command(
+    run: str | None = typer.Argument(None, help="A run's name; all if not given."),
+    lead: Path | None = LEAD,
+    watch: bool = typer.Option(False, "--watch", help="Until the run ends."),
+    every: float = typer.Option(2.0, "--every", help="Seconds between looks."),
+) -> None:
+    """Show sites, runs and, of a run, its rounds: released quantities only."""
+    from xcal.federation.nvflare import runs
+
+    if watch and run is None:
+        raise UserError("--watch needs a run's name.")
+    with runs.look(_lead(lead), run) as looking:
+        for line in looking.first():
+            say(line)
+        while watch and looking.goes_on():
+            time.sleep(every)
+            for line in looking.news():
+                say(line)
+
+
+@app.command("stop")
+def stop_command(
+    run: str = typer.Argument(..., help="The run's name."), lead: Path | None = LEAD
+) -> None:
+    """Lead: stop a run. What was trained and charged stays; it can be resumed."""
+    from xcal.federation.nvflare import runs
+
+    runs.stop(_lead(lead), run)
+    say(f"Stopped {run!r}. Go on with: xcal federation resume {run}")
+
+
+@app.command("resume")
+def resume_command(
+    run: str = typer.Argument(..., help="The run's name."),
+    lead: Path | None = LEAD,
+    quorum: int | None = typer.Option(None, "--quorum", help="Another quorum from here on."),
+    timeout: float | None = typer.Option(None, "--timeout", help="Another timeout from here on."),
+) -> None:
+    """Lead: go on with a run from the server's last checkpoint, under the same name."""
+    from xcal.federation.nvflare import runs
+
+    job = runs.resume(_lead(lead), run, quorum, timeout)
+    say(f"Submitted {run!r} again (job {job}): it goes on after its last complete round.")
+
+
+@app.command("fetch")
+def fetch_command(
+    run: str = typer.Argument(..., help="The run's name."),
+    lead: Path | None = LEAD,
+    out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
+) -> None:
+    """Lead: bring a run's results home."""
+    from xcal.federation.nvflare import runs
+
+    for line in runs.fetch(_lead(lead), run, out):
+        say(line)
+
+
+def _lead(folder: Path | None) -> Path:
+    """The lead's folder: named, or the one lying about here."""
+    if folder is not None:
+        return folder
+    near = [Path("."), Path("lead"), Path("coordinator/lead")]
+    near += [p / "coordinator" / "lead" for p in Path(".").iterdir() if p.is_dir()]
+    found = [p for p in near if (p / "party.json").exists()]
+    if len(found) != 1:
+        raise UserError("Name the lead's folder with --lead, or set XCAL_LEAD to it.")
+    os.environ.setdefault("XCAL_LEAD", str(found[0]))
+    return found[0]

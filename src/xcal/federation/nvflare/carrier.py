@@ -1,0 +1,92 @@
+"""Asking sites through FLARE: one task a site, one deadline for all of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nvflare.apis.controller_spec import Task
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+
+from xcal.errors import UserError
+from xcal.federation.nvflare.executor import MESSAGE, TASK
+
+
+class Stopped(Exception):
+    """The job was aborted, by its lead or by FLARE."""
+
+
+class FlareCarrier:
+    """Carries the coordinator's messages to sites and their answers back.
+
+    Every question has a deadline: without one, a site killed in mid-round would hold the job for
+    good. What comes after the deadline is dropped here; the site keeps its answer and gives it
+    again when it is asked again.
+    """
+
+    def __init__(self, controller: Controller, stopped: Callable[[], bool]) -> None:
+        self._controller = controller
+        self._stopped = stopped
+        self._late: list[str] = []
+
+    def too_late(self, client: str) -> None:
+        """FLARE brought an answer to a question that is closed."""
+        self._late.append(client)
+
+    def late(self) -> list[str]:
+        told, self._late = sorted(set(self._late)), []
+        return told
+
+    def exchange(
+        self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
+    ) -> dict[str, bytes]:
+        if timeout is None:
+            raise UserError("A round over FLARE needs a timeout: set round_timeout.")
+        answers: dict[str, bytes | None] = {}
+        changed = threading.Condition()
+
+        def listen(client: str) -> Callable[..., None]:
+            def received(client_task: Any, fl_ctx: Any) -> None:  # noqa: ARG001
+                result = client_task.result
+                good = result is not None and result.get_return_code() == ReturnCode.OK
+                data = result.get(MESSAGE) if good else None
+                client_task.result = None  # FLARE would keep it for as long as the job lives
+                with changed:
+                    answers[client] = data if isinstance(data, bytes) else None
+                    changed.notify()
+
+            return received
+
+        tasks = []
+        for client, message in messages.items():
+            data = Shareable()
+            data[MESSAGE] = message
+            task = Task(
+                name=TASK,
+                data=data,
+                timeout=math.ceil(timeout) + 1,
+                result_received_cb=listen(client),
+            )
+            self._controller.send(task=task, fl_ctx=self._controller.fl_ctx, targets=[client])
+            tasks.append(task)
+        deadline = time.monotonic() + timeout
+        try:
+            with changed:
+                while len(answers) < len(messages):
+                    if self._stopped():
+                        raise Stopped
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        break
+                    changed.wait(min(left, 0.5))
+        finally:
+            for task in tasks:
+                if task.completion_status is None:
+                    self._controller.cancel_task(task, fl_ctx=self._controller.fl_ctx)
+        with changed:
+            return {client: data for client, data in answers.items() if data is not None}

@@ -1,0 +1,224 @@
+"""What is wrong with a party, told before it starts.
+
+A site whose certificate the server does not know would wait without a word; a kit loosened by hand
+would run and say nothing. Each finding is one sentence with what to do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import socket
+import ssl
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+
+from xcal.errors import UserError
+from xcal.federation.nvflare import process
+from xcal.federation.nvflare.hardening import looser_than_ours
+from xcal.federation.nvflare.parties import Party
+from xcal.federation.nvflare.provision import VERSION, fingerprint_of
+
+SOON = datetime.timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`problem`: the party would not work or not be safe; `warning`: it works, look at it."""
+
+    level: str  # ok, warning, problem
+    text: str
+
+
+def check_party(party: Party, *, now: datetime.datetime | None = None) -> list[Finding]:
+    """All that can be known about a party on its own machine, in the order it matters."""
+    moment = now or datetime.datetime.now(datetime.UTC)
+    party.require_kit()
+    found = _installation()
+    found += _key(party)
+    certificates = _certificates(party, moment)
+    found += certificates
+    found += [Finding("problem", text) for text in looser_than_ours(party)] or [
+        Finding("ok", "The kit allows exactly our classes, no code, no shell, no log streaming.")
+    ]
+    if party.about.role == "site":
+        found += _home(party)
+    sound = not any(f.level == "problem" for f in certificates)
+    found += _server_port(party) if party.about.role == "server" else _reach(party, sound)
+    return found
+
+
+def _installation() -> list[Finding]:
+    try:
+        version = importlib.metadata.version("nvflare")
+    except importlib.metadata.PackageNotFoundError:
+        return [
+            Finding(
+                "problem", "FLARE is not installed: `pip install 'xcal-fl[nvflare]'` brings it."
+            )
+        ]
+    if version != VERSION:
+        return [Finding("warning", f"FLARE is {version}; this was tested with {VERSION}.")]
+    return [Finding("ok", f"FLARE {version} is installed.")]
+
+
+def _key(party: Party) -> list[Finding]:
+    mode = stat.S_IMODE(party.key.stat().st_mode)
+    if mode & 0o077:
+        return [
+            Finding("problem", f"{party.key} can be read by others (mode {mode:o}): chmod 600 it.")
+        ]
+    try:
+        key = serialization.load_pem_private_key(party.key.read_bytes(), password=None)
+        certificate = x509.load_pem_x509_certificate(party.certificate.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return [Finding("problem", f"Key or certificate in {party.startup} cannot be read.")]
+    if key.public_key() != certificate.public_key():
+        return [
+            Finding("problem", f"{party.certificate} belongs to another key than {party.key.name}.")
+        ]
+    return [Finding("ok", "The private key is readable by its owner only and fits.")]
+
+
+def _certificates(party: Party, now: datetime.datetime) -> list[Finding]:
+    try:
+        own = x509.load_pem_x509_certificate(party.certificate.read_bytes())
+        root = x509.load_pem_x509_certificate(party.root.read_bytes())
+    except (OSError, ValueError):
+        return [Finding("problem", f"A certificate in {party.startup} cannot be read.")]
+    if fingerprint_of(party.root) != party.about.fingerprint:
+        return [Finding("problem", f"{party.root} is not the root certificate of the invitation.")]
+    try:
+        own.verify_directly_issued_by(root)
+    except (InvalidSignature, ValueError, TypeError):
+        return [
+            Finding(
+                "problem",
+                f"{party.certificate} was signed by another CA than {party.root.name}: the server"
+                " would not answer. Bring the answer of the right coordinator.",
+            )
+        ]
+    for name, certificate in (("certificate", own), ("root certificate", root)):
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if now < begins:
+            return [
+                Finding(
+                    "problem",
+                    f"The {name} is valid from {begins:%Y-%m-%d %H:%M} UTC and this machine's clock"
+                    f" says {now:%Y-%m-%d %H:%M}: set the clock.",
+                )
+            ]
+        if now > ends:
+            return [
+                Finding(
+                    "problem",
+                    f"The {name} expired on {ends:%Y-%m-%d} (the clock says {now:%Y-%m-%d}): renew"
+                    " it with `xcal federation join --renew`.",
+                )
+            ]
+        if ends - now < SOON:
+            return [
+                Finding(
+                    "warning",
+                    f"The {name} expires on {ends:%Y-%m-%d}: renew it with"
+                    " `xcal federation join --renew`.",
+                )
+            ]
+    return [Finding("ok", f"The certificate is valid until {own.not_valid_after_utc:%Y-%m-%d}.")]
+
+
+def _home(party: Party) -> list[Finding]:
+    from xcal.federation.home import ClientHome
+    from xcal.federation.policy import looser_than_recommended
+
+    try:
+        home = ClientHome.open(party.home)
+    except UserError as error:
+        return [Finding("problem", str(error))]
+    found = [Finding("warning", f"policy.toml: {t}") for t in looser_than_recommended(home.policy)]
+    return found or [Finding("ok", "policy.toml is no looser than recommended.")]
+
+
+def _server_port(party: Party) -> list[Finding]:
+    """Whether the server can listen: the port is free, or this very server holds it."""
+    host, port = party.about.server, party.about.port
+    if process.processes(party):
+        return [Finding("ok", "The server is running.")]
+    address = "127.0.0.1" if host == "localhost" else "0.0.0.0"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return [Finding("problem", f"Port {port} is in use by another process: free it.")]
+    return [Finding("ok", f"Port {port} is free.")]
+
+
+def _reach(party: Party, certificates_sound: bool) -> list[Finding]:
+    """Name, port, and whether the server and this party accept each other's certificate."""
+    host, port = party.about.server, party.about.port
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:
+        return [Finding("problem", f"The server's name {host} is not known here: check DNS.")]
+    if not certificates_sound:
+        return []
+    try:
+        handshake(host, port, party.root, party.certificate, party.key)
+    except ConnectionRefusedError:
+        return [Finding("warning", f"Nobody listens on {host}:{port} yet: is the server started?")]
+    except TimeoutError:
+        return [
+            Finding("problem", f"{host}:{port} does not answer: does a firewall stand between?")
+        ]
+    except ssl.SSLCertVerificationError:
+        return [
+            Finding(
+                "problem", f"The server at {host}:{port} has no certificate of this federation."
+            )
+        ]
+    except (ssl.SSLError, OSError):
+        return [
+            Finding("problem", f"The server at {host}:{port} does not accept this certificate.")
+        ]
+    return [Finding("ok", f"The server at {host}:{port} accepts this certificate.")]
+
+
+def handshake(
+    host: str,
+    port: int,
+    root: Path,
+    certificate: Path | None,
+    key: Path | None,
+    *,
+    newest: ssl.TLSVersion | None = None,
+    patience: float = 5.0,
+) -> str:
+    """A TLS handshake as FLARE makes it; returns the protocol, raises what went wrong.
+
+    Under TLS 1.3 a server tells that it refuses a client's certificate only after the handshake:
+    so one waits for the first bytes of HTTP/2, which a server sends to those it accepts.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(root)
+    context.set_alpn_protocols(["h2"])
+    if newest is not None:
+        context.minimum_version = ssl.TLSVersion.TLSv1
+        context.maximum_version = newest
+        context.set_ciphers("ALL:@SECLEVEL=0")  # so that it is the server who refuses
+    if certificate is not None and key is not None:
+        context.load_cert_chain(certificate, key)
+    with (
+        socket.create_connection((host, port), timeout=patience) as plain,
+        context.wrap_socket(plain, server_hostname=host) as secure,
+    ):
+        secure.settimeout(patience)
+        secure.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        if not secure.recv(9):
+            raise ssl.SSLError("the server closed the connection")
+        return secure.version() or "?"

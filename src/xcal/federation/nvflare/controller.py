@@ -1,0 +1,140 @@
+"""The server's end: a FLARE job that runs the core's coordinator over FLARE's tasks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nvflare.app_common.workflows.model_controller import ModelController
+
+from xcal.config import make_experiment
+from xcal.errors import UserError
+from xcal.federation.coordinator import Silent
+from xcal.federation.files import read_json, write_json
+from xcal.federation.folder import RunFolder
+from xcal.federation.local import run_experiment
+from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
+from xcal.federation.nvflare.jobs import STATUS_TOPIC, check_run_name
+from xcal.federation.nvflare.runs import RESULTS
+from xcal.federation.setup import Federation, prepare_remote
+
+# What of a run's folder goes with the job's results: the checkpoint and the ledger of a trusted
+# server stay with the server.
+RESULT_FILES = (
+    "experiment.toml run.json schedule.json plans.json statement.txt statement.json rounds.jsonl"
+    " trace.jsonl refusals.jsonl result.json predictions.npz model.safetensors card.md".split()
+)
+
+
+class XcalController(ModelController):
+    """Runs or resumes one run, known by its name.
+
+    The run's folder lies beside the server's kit, not in the job: a job that ends with its server
+    leaves the run's checkpoint, and the next job of that name goes on from it.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        sites: Sequence[str],
+        experiment: Mapping[str, Any] | None = None,
+        given: Sequence[str] = (),
+        resume: bool = False,
+        quorum: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(persistor_id="", task_check_period=0.1)
+        self._run_name = check_run_name(run)
+        self._sites = tuple(str(s) for s in sites)
+        self._experiment = None if experiment is None else dict(experiment)
+        self._given = tuple(given)
+        self._resume = bool(resume)
+        self._changes = {"quorum": quorum, "round_timeout": timeout}
+        self._watch = Watch()
+        self._carrier = FlareCarrier(self, lambda: bool(self.abort_signal.triggered))
+
+    def start_controller(self, fl_ctx: Any) -> None:
+        super().start_controller(fl_ctx)
+        self.engine.register_app_command(STATUS_TOPIC, self._status)
+
+    def _status(self, topic: str, data: Any, fl_ctx: Any) -> dict[str, Any]:
+        return self._watch.told()
+
+    def run(self) -> None:
+        runs = Path(self.engine.get_workspace().get_root_dir()).parent / "runs"
+        path = runs / self._run_name
+        try:
+            folder = self._folder(path)
+            federation = self._federation(folder)
+            self._watch.begin(folder, federation.experiment.rounds)
+            run_experiment(folder, self._watch, federation, self._carrier)
+            self._leave(path, True, "finished.")
+        except Stopped:
+            self._leave(path, False, "stopped; resume it to go on.")
+        except UserError as error:
+            self._leave(path, False, str(error))
+            self.panic(str(error))
+
+    def _folder(self, path: Path) -> RunFolder:
+        if self._resume:
+            return RunFolder.find(path)
+        if self._experiment is None:
+            raise UserError("The job brings no experiment and does not resume one.")
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        folder = RunFolder.create(path, make_experiment(self._experiment), self._given)
+        about = {**folder.about, "command": f"xcal federation submit --name {path.name}"}
+        write_json(path / "run.json", about)
+        write_json(path / "sites.json", list(self._sites))
+        return folder
+
+    def _federation(self, folder: RunFolder) -> Federation:
+        """As the run began; only how long to wait, and for how many, may change on the way."""
+        stored = folder.path / "sites.json"
+        sites = read_json(stored) if stored.exists() else list(self._sites)
+        changes = {key: value for key, value in self._changes.items() if value is not None}
+        experiment = make_experiment({**_given(folder), **changes}, "the job")
+        if experiment.round_timeout is None or experiment.quorum is None:
+            raise UserError("A federation's run needs a quorum and a round_timeout.")
+        return prepare_remote(experiment, sites)
+
+    def _leave(self, path: Path, ok: bool, text: str) -> None:
+        """Put what the run may tell where FLARE keeps a job's results."""
+        self._watch.state = text
+        out = Path(self.get_run_dir()) / RESULTS
+        out.mkdir(exist_ok=True)
+        for name in RESULT_FILES:
+            if (path / name).exists():
+                shutil.copyfile(path / name, out / name)
+        write_json(out / "outcome.json", {"run": path.name, "ok": ok, "text": text})
+
+    def process_result_of_unknown_task(
+        self, client: Any, task_name: str, client_task_id: str, result: Any, fl_ctx: Any
+    ) -> None:
+        """An answer that came too late: the site keeps it, and gives it when asked again."""
+        self._carrier.too_late(str(client.name))
+
+
+def _given(folder: RunFolder) -> dict[str, Any]:
+    return {k: v for k, v in folder.experiment.resolved().items() if v is not None}
+
+
+class Watch(Silent):
+    """What the lead sees of a running job: the rounds' records, which hold releases only."""
+
+    def __init__(self) -> None:
+        self.state = "starting"
+        self._rounds: list[dict[str, Any]] = []
+        self._total = 0
+
+    def begin(self, folder: RunFolder, total: int) -> None:
+        self._rounds = folder.read_lines("rounds.jsonl")
+        self._total = total
+        self.state = "training"
+
+    def round(self, record: dict[str, Any]) -> None:
+        self._rounds = [r for r in self._rounds if r["round"] < record["round"]] + [record]
+
+    def told(self) -> dict[str, Any]:
+        return {"state": self.state, "total": self._total, "rounds": self._rounds}

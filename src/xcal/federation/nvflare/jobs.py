@@ -1,0 +1,172 @@
+"""Submitting, watching, stopping, resuming and fetching runs, as the federation's lead.
+
+A job holds configuration only: which of our two classes runs where, and the run's own settings. A
+run is known by its name. FLARE's job ids change with every submission, so nothing hangs on them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xcal.errors import UserError
+from xcal.federation.files import write_bytes
+from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
+from xcal.federation.nvflare.parties import Party, json_text
+from xcal.federation.nvflare.provision import require_nvflare
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
+STATUS_TOPIC = "xcal.status"
+POLL = 0.2  # seconds between a site's questions for work; FLARE's 2 s would cost a round 2 s
+
+
+def check_run_name(name: str) -> str:
+    if not RUN_NAME.fullmatch(name):
+        raise UserError(f"{name!r} is no run's name: letters, digits, - and _, at most 60.")
+    return name
+
+
+def write_job(folder: Path, run: str, settings: Mapping[str, Any], sites: int) -> Path:
+    """A job's folder: meta.json and two configuration files, and no code."""
+    shutil.rmtree(folder, ignore_errors=True)
+    config = folder / "app" / "config"
+    config.mkdir(parents=True)
+    meta = {
+        "name": run,
+        "resource_spec": {},
+        "deploy_map": {"app": ["@ALL"]},
+        "min_clients": sites,
+    }
+    server = {
+        "format_version": 2,
+        "server": {"task_request_interval": POLL},
+        "task_data_filters": [],
+        "task_result_filters": [],
+        "components": [],
+        "workflows": [{"id": "xcal", "path": CONTROLLER, "args": {"run": run, **settings}}],
+    }
+    client = {
+        "format_version": 2,
+        "executors": [{"tasks": ["*"], "executor": {"path": EXECUTOR, "args": {}}}],
+        "task_data_filters": [],
+        "task_result_filters": [],
+        "components": [],
+    }
+    write_bytes(folder / "meta.json", json_text(meta).encode())
+    write_bytes(config / "config_fed_server.json", json_text(server).encode())
+    write_bytes(config / "config_fed_client.json", json_text(client).encode())
+    return folder
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission of a run, as the server lists it."""
+
+    id: str
+    run: str
+    status: str
+    submitted: str
+
+    @property
+    def running(self) -> bool:
+        return not self.status.startswith("FINISHED")
+
+
+class Lead:
+    """A session with the federation's server. Every failure is one sentence."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    @staticmethod
+    @contextmanager
+    def session(party: Party, patience: float = 15.0) -> Iterator[Lead]:
+        require_nvflare()
+        party.require_kit()
+        if party.about.role not in ("lead", "viewer"):
+            raise UserError(f"{party.folder} is no person's folder: use the lead's.")
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        with _one_sentence(party):
+            session = new_secure_session(party.about.name, str(party.kit), timeout=patience)
+            try:
+                yield Lead(session)
+            finally:
+                session.close()
+
+    def submit(self, folder: Path) -> str:
+        job: str = self._session.submit_job(str(folder.resolve()))
+        return job
+
+    def jobs(self, run: str | None = None) -> list[Job]:
+        """All submissions, the newest last; of one run if it is named."""
+        listed = self._session.list_jobs(detailed=True, name_prefix=run)
+        found = [
+            Job(
+                id=str(m.get("job_id", "")),
+                run=str(m.get("name") or m.get("job_name") or ""),
+                status=str(m.get("status", "?")),
+                submitted=str(m.get("submit_time", "")),
+            )
+            for m in listed
+        ]
+        return [j for j in found if run is None or j.run == run]
+
+    def last(self, run: str) -> Job:
+        found = self.jobs(run)
+        if not found:
+            raise UserError(f"The server knows no run {run!r}: see `xcal federation status`.")
+        return found[-1]
+
+    def progress(self, job: Job) -> dict[str, Any] | None:
+        """What a running job tells of itself: released quantities only. None if it does not."""
+        from nvflare.fuel.flare_api.api_spec import InternalError, JobNotRunning, NoReply
+
+        try:
+            answer = self._session.do_app_command(job.id, STATUS_TOPIC, {})
+        except (JobNotRunning, NoReply, InternalError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def stop(self, job: Job) -> None:
+        self._session.abort_job(job.id)
+
+    def fetch(self, job: Job, destination: Path) -> Path:
+        return Path(self._session.download_job_result(job.id, str(destination)))
+
+    def connected(self) -> list[str]:
+        info = self._session.get_system_info()
+        return sorted(c.name for c in info.client_info)
+
+
+@contextmanager
+def _one_sentence(party: Party) -> Iterator[None]:
+    from nvflare.fuel.flare_api import api_spec
+
+    where = f"{party.about.server}:{party.about.port}"
+    try:
+        yield
+    except api_spec.NoConnection:
+        raise UserError(
+            f"The server at {where} does not answer: is it started? `xcal federation check"
+            f" {party.folder}` looks at the way to it."
+        ) from None
+    except api_spec.AuthenticationError:
+        raise UserError(f"The server at {where} does not accept {party.about.name}.") from None
+    except api_spec.AuthorizationError:
+        raise UserError(f"{party.about.name} has no right to do this: only the lead has.") from None
+    except api_spec.InvalidJobDefinition as error:
+        raise UserError(f"The server refused the job: {error}.") from None
+    except api_spec.JobNotFound:
+        raise UserError("The server does not know this job.") from None
+    except api_spec.JobNotDone:
+        raise UserError("The run is still being worked on: wait, or stop it first.") from None
+    except (api_spec.SessionClosed, api_spec.NoReply, ConnectionError) as error:
+        raise UserError(f"The server at {where} was lost: {error}.") from None
+    except (api_spec.InternalError, RuntimeError) as error:
+        raise UserError(f"The server at {where} could not do it: {str(error)[:300]}.") from None

@@ -1,0 +1,80 @@
+"""All roles on one machine: the same four steps, each party in a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from xcal.config import make_experiment, read_toml
+from xcal.errors import UserError
+from xcal.federation.home import ClientHome, HomeTable, create_home
+from xcal.federation.nvflare import provision
+from xcal.federation.nvflare.parties import Invitation, Party, read_federation
+from xcal.federation.policy import Policy
+
+
+def init_local(
+    source: Path, out: Path, experiment: Path | None = None, seed: int | None = None, runs: int = 2
+) -> Iterator[str]:
+    """Make coordinator and sites under `out`; says what it did, line by line.
+
+    With an experiment each site gets a part of its data and terms that admit `runs` such runs.
+    With a seed the homes are simulated: their noise can be drawn again, so it protects nobody.
+    """
+    about = read_federation(source)
+    if about.server != "localhost":
+        raise UserError(f"{source} names the server {about.server!r}: --local wants localhost.")
+    coordinator = provision.init(source, out / "coordinator")
+    yield f"Coordinator: CA, server and lead in {coordinator.folder}."
+    for number, site in enumerate(about.sites):
+        invited = Invitation.read(coordinator.invitation_file(site))
+        party = provision.join(invited, out / site)
+        signed = provision.approve(coordinator, party.request_file)
+        provision.accept(party, signed)
+        yield f"{site}: key, certificate and hardened kit in {party.folder}."
+        if experiment is not None:
+            local_home(party, experiment, number, seed, runs)
+            yield f"{site}: home with part {number + 1} of {experiment}'s data."
+    for viewer in about.viewers:
+        party = provision.join(Invitation.read(coordinator.invitation_file(viewer)), out / viewer)
+        provision.accept(party, provision.approve(coordinator, party.request_file))
+        yield f"{viewer}: key and certificate in {party.folder}."
+    yield f"Start them all: xcal federation start {out}"
+
+
+def local_home(
+    party: Party, experiment: Path, shard: int, seed: int | None = None, runs: int = 2
+) -> ClientHome:
+    """A home for a site that plays along on this machine."""
+    made = make_experiment(read_toml(experiment), str(experiment))
+    about = HomeTable(
+        client=party.about.name,
+        population=f"part {shard} of {experiment.stem}",
+        experiment=str(experiment.resolve()),
+        shard=shard,
+        threads=1,
+        message_log=True,
+        simulated=seed is not None,
+        seed=seed,
+    )
+    policy = Policy(
+        epsilon_total=runs * made.epsilon,
+        delta_total=runs * made.delta,
+        epsilon_run=made.epsilon,
+        delta_run=made.delta,
+        unit=made.unit,
+    )
+    return create_home(party.home, about, policy, unit=made.unit)
+
+
+def parties_in(folder: Path) -> list[Party]:
+    """One party, or all that a local federation's folder holds, the server first."""
+    if (folder / "party.json").exists():
+        return [Party.find(folder)]
+    server = folder / "coordinator" / "server"
+    if not (server / "party.json").exists():
+        raise UserError(f"{folder} is neither a party's folder nor a local federation's.")
+    sites = sorted(
+        p.parent for p in folder.glob("*/party.json") if Party.find(p.parent).about.role == "site"
+    )
+    return [Party.find(p) for p in (server, *sites)]

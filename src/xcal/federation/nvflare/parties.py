@@ -1,0 +1,262 @@
+"""Who takes part: the federation's file, invitations, and the folder each party holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from xcal.config import nearest, to_toml
+from xcal.errors import UserError
+from xcal.federation.files import read_json, write_bytes, write_json
+
+Role = Literal["server", "site", "lead", "viewer"]
+
+_SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_HOST = re.compile(
+    r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
+)
+_PERSON = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}")
+
+
+class FederationFile(BaseModel):
+    """FEDERATION.toml: what the coordinator decides once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="the federation's name")
+    server: str = Field("localhost", description="host name under which the sites reach the server")
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(8002, description="the server's port")
+    sites: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="names of the hospitals"
+    )
+    lead: str = Field("lead@federation.example", description="who may submit, as an address")
+    viewers: tuple[str, ...] = Field((), description="who may look and not submit, as addresses")
+    organisation: str = Field("coordinator", description="the coordinator's organisation")
+    certificate_days: Annotated[int, Field(ge=1, le=1095)] = Field(
+        360, description="how long a certificate lasts"
+    )
+
+    @field_validator("name", "organisation")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        if not _SITE.fullmatch(value):
+            raise ValueError("letters, digits, - and _ only")
+        return value
+
+    @field_validator("sites")
+    @classmethod
+    def _sites(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if not _SITE.fullmatch(value):
+                raise ValueError(f"{value!r}: letters, digits, - and _ only")
+            if value in ("server", "coordinator"):
+                raise ValueError(f"{value!r} is taken by the coordinator")
+        if len({v.lower() for v in values}) < len(values):
+            raise ValueError("a name stands twice")
+        return values
+
+    @field_validator("server")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        if not _HOST.fullmatch(value):
+            raise ValueError("a host name without scheme and port")
+        return value
+
+    @field_validator("lead")
+    @classmethod
+    def _lead(cls, value: str) -> str:
+        if not _PERSON.fullmatch(value):
+            raise ValueError("an address such as lead@hospital.example")
+        return value
+
+    @field_validator("viewers")
+    @classmethod
+    def _viewers(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for value in values:
+            if not _PERSON.fullmatch(value):
+                raise ValueError("addresses such as auditor@hospital.example")
+        return values
+
+
+def read_federation(path: Path) -> FederationFile:
+    """The coordinator's file, checked; the first problem becomes one sentence."""
+    values = _read_toml(path, "federation file")
+    known = tuple(FederationFile.model_fields)
+    for key in values:
+        if key not in known:
+            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
+    try:
+        return FederationFile(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        about = FederationFile.model_fields[key].description
+        if first["type"] == "missing":
+            raise UserError(f"{path} does not say {key} ({about}).") from None
+        what = first["msg"].removeprefix("Value error, ")
+        raise UserError(
+            f"{key} = {values.get(key)!r} in {path} is not accepted: {what} ({about})."
+        ) from None
+
+
+def _read_toml(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no {what} {path}: check the path.") from None
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"The {what} {path} cannot be read as text.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The {what} {path} is not valid TOML: {error}.") from None
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a party must know before it makes its key: public, but its fingerprint is compared."""
+
+    federation: str
+    role: Role
+    name: str
+    organisation: str
+    server: str
+    port: int
+    fingerprint: str  # of the federation's root certificate
+
+    def write(self, path: Path) -> None:
+        text = (
+            "# An invitation to a federation. It holds no secret; compare the fingerprint with\n"
+            "# the coordinator over another channel (telephone) before you join.\n"
+        )
+        write_bytes(path, (text + to_toml(asdict(self))).encode())
+
+    @staticmethod
+    def read(path: Path) -> Invitation:
+        values = _read_toml(path, "invitation")
+        try:
+            found = Invitation(**values)
+        except TypeError:
+            raise UserError(f"{path} is no invitation: ask the coordinator for it.") from None
+        sound = (
+            found.role in ("server", "site", "lead", "viewer")
+            and isinstance(found.port, int)
+            and all(isinstance(v, str) for k, v in asdict(found).items() if k != "port")
+            and _SITE.fullmatch(found.federation) is not None
+            and _HOST.fullmatch(found.server) is not None
+            and (
+                _SITE.fullmatch(found.name)
+                or _PERSON.fullmatch(found.name)
+                or _HOST.fullmatch(found.name)
+            )
+        )
+        if not sound:
+            raise UserError(f"{path} is no invitation: ask the coordinator for it.")
+        return found
+
+
+@dataclass(frozen=True)
+class Party:
+    """A folder that one party holds: key, kit, and a site's home or the server's runs.
+
+    Nothing in it is shared: the private key is made in it and never leaves it.
+    """
+
+    folder: Path
+    about: Invitation
+
+    @staticmethod
+    def create(folder: Path, about: Invitation) -> Party:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is in use already: choose another folder.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
+        write_json(folder / "party.json", asdict(about))
+        return Party(folder, about)
+
+    @staticmethod
+    def find(folder: Path) -> Party:
+        path = folder / "party.json"
+        if not path.exists():
+            raise UserError(
+                f"{folder} is no party's folder: make one with `xcal federation join` or"
+                " `xcal federation init`."
+            )
+        try:
+            about = Invitation(**read_json(path))
+        except TypeError:
+            raise UserError(f"{path} cannot be read: it is damaged.") from None
+        return Party(folder.resolve(), about)
+
+    @property
+    def request_folder(self) -> Path:
+        """Where the key is made; after `accept` it lives in the kit alone."""
+        return self.folder / "request"
+
+    @property
+    def request_file(self) -> Path:
+        return self.request_folder / f"{self.about.name}.request.zip"
+
+    @property
+    def kit(self) -> Path:
+        return self.folder / "kit"
+
+    @property
+    def startup(self) -> Path:
+        return self.kit / "startup"
+
+    @property
+    def local(self) -> Path:
+        return self.kit / "local"
+
+    @property
+    def home(self) -> Path:
+        """A site's client home: data reference, ledger, policy, refusal log."""
+        return self.folder / "home"
+
+    @property
+    def runs(self) -> Path:
+        """The server's runs: checkpoints and results."""
+        return self.folder / "runs"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def certificate(self) -> Path:
+        return self.startup / ("server.crt" if self.about.role == "server" else "client.crt")
+
+    @property
+    def key(self) -> Path:
+        return self.startup / ("server.key" if self.about.role == "server" else "client.key")
+
+    @property
+    def root(self) -> Path:
+        return self.startup / "rootCA.pem"
+
+    def accepted(self) -> bool:
+        return self.key.exists()
+
+    def require_kit(self) -> None:
+        if not self.accepted():
+            raise UserError(
+                f"{self.folder} has no kit yet: bring the coordinator's answer and run"
+                f" `xcal federation accept`."
+            )
+
+
+def organisation_of(name: str) -> str:
+    """FLARE's organisations know letters, digits and _ only."""
+    return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"

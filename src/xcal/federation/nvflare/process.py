@@ -1,0 +1,111 @@
+"""Starting and stopping a party on its own machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from xcal.errors import UserError
+from xcal.federation.nvflare.parties import Party
+from xcal.federation.nvflare.provision import require_nvflare
+
+MODULES = {
+    "server": ("nvflare.private.fed.app.server.server_train", "fed_server.json"),
+    "site": ("nvflare.private.fed.app.client.client_train", "fed_client.json"),
+}
+
+
+def command(party: Party) -> list[str]:
+    """FLARE's own process for the party, by this Python and with no code from the kit's folder."""
+    if party.about.role not in MODULES:
+        raise UserError(f"{party.folder} is a person's folder: it has nothing to start.")
+    module, settings = MODULES[party.about.role]
+    given = ["secure_train=true", f"org={party.about.organisation}", "config_folder="]
+    if party.about.role == "site":
+        given.insert(1, f"uid={party.about.name}")
+    words = [sys.executable, "-u", "-m", module, "-m", str(party.kit), "-s", settings, "--set"]
+    return words + given
+
+
+def environment(party: Party) -> dict[str, str]:
+    """The party's own folder for temporary files; nothing importable from where it is started."""
+    temporary = party.folder / "tmp"
+    temporary.mkdir(exist_ok=True, mode=0o700)
+    (party.kit / "transfer").mkdir(exist_ok=True)
+    return {**os.environ, "TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
+
+
+def processes(party: Party) -> list[int]:
+    """The party's processes, parents first: those that work on its kit, and no others."""
+    kit = str(party.kit)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        text = [w.decode(errors="replace") for w in words]
+        if any(w.startswith("nvflare.private.fed.app.") for w in text) and kit in text:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def start(party: Party, *, foreground: bool = False) -> int:
+    """Start the party; returns its process id. In the foreground it does not return."""
+    require_nvflare()
+    party.require_kit()
+    running = processes(party)
+    if running:
+        raise UserError(f"{party.about.name} runs already, as process {running[0]}.")
+    words, env = command(party), environment(party)
+    if foreground:
+        os.chdir(party.kit)
+        sys.stdout.flush()
+        os.execve(sys.executable, words, env)
+    with open(party.log, "ab") as log:
+        process = subprocess.Popen(
+            words,
+            cwd=party.kit,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def stop(party: Party, *, patience: float = 10.0) -> int:
+    """Ask the party's processes to end, then end them; returns how many there were.
+
+    Nothing is lost: what a round has paid for is in the ledger, what it has reached is saved.
+    """
+    ending = processes(party)
+    for pid in ending:
+        _send(pid, signal.SIGTERM)
+    deadline = time.monotonic() + patience
+    while processes(party) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in processes(party):
+        _send(pid, signal.SIGKILL)
+    return len(ending)
+
+
+def kill(party: Party) -> int:
+    """End the party's processes at once, as a power cut would."""
+    ending = processes(party)
+    for pid in ending:
+        _send(pid, signal.SIGKILL)
+    return len(ending)
+
+
+def _send(pid: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, what)

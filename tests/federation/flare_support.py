@@ -1,0 +1,189 @@
+"""A federation of real processes on loopback, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from xcal.federation.nvflare import process
+from xcal.federation.nvflare.local import init_local, parties_in
+from xcal.federation.nvflare.parties import Party
+
+SITES = ("0", "1", "2")  # the local engine's names, so that results can be equal
+VIEWER = "auditor@three.example"
+
+# `smear`, small: a round takes a site about a second.
+EXPERIMENT = """
+method = "xcal"
+data = "smear"
+pixels = 32
+train_images = 300
+clients = 3
+rounds = 3
+batch = 20
+epsilon = 8.0
+delta = 1e-3
+lr = 0.5
+signal_every = 2
+validation_images = 40
+road_images = 0
+road_test_images = 4
+threads = 1
+seed = 5
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], Any], what: str, patience: float = 120.0) -> Any:
+    """The condition's first true value; fails loudly after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"waited {patience:g} s in vain for {what}")
+
+
+class Federation:
+    """Three sites, a server and a lead in folders of their own, as `init --local` makes them."""
+
+    def __init__(self, folder: Path, seed: int | None = 5) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        self.port = free_port()
+        source = folder / "FEDERATION.toml"
+        source.write_text(
+            f'name = "three"\nserver = "localhost"\nport = {self.port}\n'
+            f'sites = {list(SITES)!r}\nlead = "lead@three.example"\nviewers = ["{VIEWER}"]\n'
+        )
+        self.experiment = folder / "smear.toml"
+        self.experiment.write_text(EXPERIMENT)
+        self.place = folder / "federation"
+        list(init_local(source, self.place, self.experiment, seed))
+
+    def party(self, name: str) -> Party:
+        if name in ("server", "lead"):
+            return Party.find(self.place / "coordinator" / name)
+        return Party.find(self.place / name)
+
+    @property
+    def lead(self) -> Path:
+        return self.place / "coordinator" / "lead"
+
+    def start(self, *names: str) -> None:
+        for name in names or ("server", *SITES):
+            process.start(self.party(name))
+
+    def kill(self, name: str) -> None:
+        """As a power cut: every process of the party, at once."""
+        party = self.party(name)
+        assert process.kill(party) > 0
+        wait_for(lambda: not process.processes(party), f"{name} to be gone", 20)
+
+    def halt(self) -> None:
+        for party in reversed(parties_in(self.place)):
+            process.stop(party, patience=3)
+
+    def connected(self) -> list[str]:
+        """Sites by the server's own log: cheaper than a session."""
+        done = self.xcal("status")
+        return [s for s in SITES if s in done.stdout.partition("\n")[0]]
+
+    def xcal(self, *words: str, lead: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """The real command, as the lead types it."""
+        return subprocess.run(
+            [sys.executable, "-m", "xcal", "federation", *words],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "XCAL_LEAD": str(lead or self.lead), "COLUMNS": "200"},
+        )
+
+
+@contextmanager
+def running(folder: Path, **options: Any) -> Iterator[Federation]:
+    """A started federation; its processes are ended, by their ids, whatever happens."""
+    federation = Federation(folder, **options)
+    try:
+        federation.start()
+        yield federation
+    finally:
+        federation.halt()
+
+
+class Relay:
+    """A TCP relay on loopback that keeps every byte it passes on."""
+
+    def __init__(self, target: int) -> None:
+        self.port = free_port()
+        self.recorded: list[tuple[bytearray, bytearray]] = []  # to the server, from it
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self._closing = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            kept = (bytearray(), bytearray())
+            self.recorded.append(kept)
+            threading.Thread(target=self._pass_on, args=(near, kept), daemon=True).start()
+
+    def _pass_on(self, near: socket.socket, kept: tuple[bytearray, bytearray]) -> None:
+        try:
+            far = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            near.close()
+            return
+        with near, far:
+            while not self._closing:
+                ready, _, _ = select.select([near, far], [], [], 0.5)
+                for end in ready:
+                    try:
+                        data = end.recv(65536)
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    (far if end is near else near).sendall(data)
+                    kept[0 if end is near else 1].extend(data)
+
+    def close(self) -> None:
+        self._closing = True
+        self._listener.close()
+
+
+def tls_records(data: bytes) -> list[int]:
+    """The content types of a stream that is nothing but TLS records; raises where it is not."""
+    kinds, at = [], 0
+    while at < len(data):
+        kind, major, size = data[at], data[at + 1], int.from_bytes(data[at + 3 : at + 5], "big")
+        if kind not in (20, 21, 22, 23) or major != 3 or size > (1 << 14) + 256:
+            raise AssertionError(f"byte {at} begins no TLS record: {bytes(data[at : at + 5])!r}")
+        kinds.append(kind)
+        at += 5 + size
+    return kinds
+
+
+def end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

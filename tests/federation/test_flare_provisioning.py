@@ -1,0 +1,185 @@
+"""Kits: keys that stay where they are made, policies that are ours, and what `check` finds."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
+
+from federation.flare_support import free_port
+from xcal.errors import UserError
+from xcal.federation.nvflare import provision
+from xcal.federation.nvflare.check import check_party
+from xcal.federation.nvflare.parties import Invitation, Party
+
+SOURCE = """
+name = "pair"
+server = "localhost"
+port = {port}
+sites = ["one", "two"]
+"""
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> provision.Coordinator:
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "FEDERATION.toml").write_text(SOURCE.format(port=free_port()))
+    return provision.init(folder / "FEDERATION.toml", folder / "coordinator")
+
+
+@pytest.fixture(scope="module")
+def site(coordinator: provision.Coordinator) -> Party:
+    invited = Invitation.read(coordinator.invitation_file("one"))
+    party = provision.join(invited, coordinator.folder.parent / "one")
+    provision.accept(party, provision.approve(coordinator, party.request_file))
+    return party
+
+
+def copy(party: Party, to: Path) -> Party:
+    shutil.copytree(party.folder, to)
+    return Party.find(to)
+
+
+def texts(party: Party, level: str, **options: object) -> str:
+    found = check_party(party, **options)  # type: ignore[arg-type]
+    return " ".join(f.text for f in found if f.level == level)
+
+
+def test_private_keys_are_their_owners_alone(
+    coordinator: provision.Coordinator, site: Party
+) -> None:
+    keys = [p for p in coordinator.folder.parent.rglob("*.key") if p.is_file()]
+    names = sorted(str(p.relative_to(coordinator.folder.parent)) for p in keys)
+    assert names == [
+        "coordinator/ca/rootCA.key",
+        "coordinator/lead/kit/startup/client.key",
+        "coordinator/server/kit/startup/server.key",
+        "one/kit/startup/client.key",
+    ]
+    assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in keys)
+    assert stat.S_IMODE(coordinator.ca.stat().st_mode) == 0o700
+
+
+def test_what_travels_holds_no_key(coordinator: provision.Coordinator, tmp_path: Path) -> None:
+    party = provision.join(Invitation.read(coordinator.invitation_file("two")), tmp_path / "two")
+    signed = provision.approve(coordinator, party.request_file)
+    for path in (party.request_file, signed):
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                assert b"PRIVATE" not in archive.read(name)
+    assert b"PRIVATE" not in coordinator.invitation_file("two").read_bytes()
+
+
+def test_nothing_of_the_stock_kit_is_left(site: Party) -> None:
+    left = {p.name for p in site.local.iterdir()}
+    assert left == {"authorization.json", "resources.json", "log_config.json"}
+    assert not list(site.startup.glob("*.sh"))
+    rights = json.loads((site.local / "authorization.json").read_text())["permissions"]
+    assert set(rights) == {"project_admin", "org_admin", "lead", "member"}
+    for role in rights.values():
+        assert role["byoc"] == role["shell_commands"] == role["operate"] == "none"
+    resources = json.loads((site.local / "resources.json").read_text())
+    assert resources["class_allow_list"] == ["xcal.federation.nvflare.executor.XcalExecutor"]
+    assert resources["allow_log_streaming"] is False
+
+
+def test_uninvited_and_other_roles_are_refused(
+    coordinator: provision.Coordinator, tmp_path: Path
+) -> None:
+    stranger = Invitation.read(coordinator.invitation_file("one"))
+    stranger = Invitation(**{**vars(stranger), "name": "mallory"})
+    party = provision.join(stranger, tmp_path / "mallory")
+    with pytest.raises(UserError, match="did not invite"):
+        provision.approve(coordinator, party.request_file)
+    climber = Invitation(**{**vars(stranger), "name": "one", "role": "server"})
+    party = provision.join(climber, tmp_path / "climber")
+    with pytest.raises(UserError, match="another role"):
+        provision.approve(coordinator, party.request_file)
+    (tmp_path / "x.zip").write_bytes(b"PK nonsense")
+    with pytest.raises(UserError, match="is no request"):
+        provision.approve(coordinator, tmp_path / "x.zip")
+
+
+def test_an_answer_of_another_ca_is_refused(
+    coordinator: provision.Coordinator, tmp_path: Path
+) -> None:
+    wrong = Invitation.read(coordinator.invitation_file("two"))
+    wrong = Invitation(**{**vars(wrong), "fingerprint": "SHA256:" + ":".join(["AB"] * 32)})
+    party = provision.join(wrong, tmp_path / "two")
+    signed = provision.approve(coordinator, party.request_file)
+    with pytest.raises(UserError, match="ingerprint"):
+        provision.accept(party, signed)
+    assert not party.accepted()
+
+
+def test_check_finds_a_bad_certificate_or_clock(site: Party, tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    assert "expired on" in texts(site, "problem", now=now + datetime.timedelta(days=400))
+    assert "set the clock" in texts(site, "problem", now=now - datetime.timedelta(days=2))
+    assert "expires on" in texts(site, "warning", now=now + datetime.timedelta(days=340))
+    assert "valid until" in texts(site, "ok")
+    moved = copy(site, tmp_path / "foreign")
+    other = site.folder.parent / "coordinator" / "ca" / "rootCA.pem"
+    moved.certificate.write_bytes(other.read_bytes())
+    assert "another key" in texts(moved, "problem")
+
+
+def test_check_finds_a_loosened_kit(site: Party, tmp_path: Path) -> None:
+    party = copy(site, tmp_path / "loose")
+    path = party.local / "authorization.json"
+    values = json.loads(path.read_text())
+    values["permissions"]["lead"]["byoc"] = "any"
+    values["permissions"]["project_admin"] = "any"
+    path.write_text(json.dumps(values))
+    path = party.local / "resources.json"
+    values = json.loads(path.read_text())
+    values["class_allow_list"].append("subprocess.Popen")
+    values["allow_log_streaming"] = True
+    values["components"].append({"id": "x", "path": "nvflare.x.SiteLogStreamer"})
+    path.write_text(json.dumps(values))
+    path = party.startup / "fed_client.json"
+    path.write_text(path.read_text().replace("mtls", "tls"))
+    (party.local / "custom").mkdir()
+    party.key.chmod(0o644)
+    found = texts(party, "problem")
+    for word in (
+        "byoc",
+        "project_admin the right to everything",
+        "other classes",
+        "logs go to the server",
+        "SiteLogStreamer",
+        "mutual TLS",
+        "custom",
+        "chmod 600",
+    ):
+        assert word in found, word
+
+
+def test_check_finds_jobs_kept_elsewhere(
+    coordinator: provision.Coordinator, tmp_path: Path
+) -> None:
+    server = copy(Party.find(coordinator.server), tmp_path / "server")
+    assert "move the job store" in texts(server, "problem")  # it still points to the first folder
+    assert "is free" in texts(Party.find(coordinator.server), "ok")
+
+
+def test_renewal_keeps_the_owners_settings(
+    coordinator: provision.Coordinator, site: Party, tmp_path: Path
+) -> None:
+    party = copy(site, tmp_path / "renewed")
+    mark = party.local / "resources.json"
+    mark.write_text(mark.read_text().replace('"retry_timeout": 30', '"retry_timeout": 31'))
+    before = party.certificate.read_bytes()
+    provision.renew(party)
+    assert party.certificate.read_bytes() == before  # the old kit serves until the answer comes
+    provision.accept(party, provision.approve(coordinator, party.request_file))
+    assert party.certificate.read_bytes() != before
+    assert '"retry_timeout": 31' in mark.read_text()
+    assert "fits" in texts(party, "ok")
