@@ -195,11 +195,14 @@ def submit_command(
     timeout: float | None = typer.Option(
         None, "--timeout", help="Seconds a round may take; an hour if not given."
     ),
+    simulated: bool = typer.Option(
+        False, "--simulated", help="Sites made by `init --local --seed`: compare with `xcal run`."
+    ),
 ) -> None:
     """Lead: propose an experiment to the sites. Each decides by its own policy."""
     from xcal.federation.nvflare import runs
 
-    run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout)
+    run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout, simulated)
     say(f"Submitted the run {run!r} (job {job}).")
     say(f"Watch it: xcal federation status {run} --watch")
 

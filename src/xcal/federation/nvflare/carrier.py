@@ -32,11 +32,12 @@ class FlareCarrier:
     def __init__(self, controller: Controller, stopped: Callable[[], bool]) -> None:
         self._controller = controller
         self._stopped = stopped
+        self.sites: dict[str, str] = {}  # FLARE's name of each client
         self._late: list[str] = []
 
-    def too_late(self, client: str) -> None:
+    def too_late(self, site: str) -> None:
         """FLARE brought an answer to a question that is closed."""
-        self._late.append(client)
+        self._late += [client for client, name in self.sites.items() if name == site]
 
     def late(self) -> list[str]:
         told, self._late = sorted(set(self._late)), []
@@ -72,7 +73,9 @@ class FlareCarrier:
                 timeout=math.ceil(timeout) + 1,
                 result_received_cb=listen(client),
             )
-            self._controller.send(task=task, fl_ctx=self._controller.fl_ctx, targets=[client])
+            self._controller.send(
+                task=task, fl_ctx=self._controller.fl_ctx, targets=[self.sites[client]]
+            )
             tasks.append(task)
         deadline = time.monotonic() + timeout
         try:

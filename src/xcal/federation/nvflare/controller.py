@@ -16,8 +16,7 @@ from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
-from xcal.federation.nvflare.jobs import STATUS_TOPIC, check_run_name
-from xcal.federation.nvflare.runs import RESULTS
+from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
 from xcal.federation.setup import Federation, prepare_remote
 
 # What of a run's folder goes with the job's results: the checkpoint and the ledger of a trusted
@@ -38,7 +37,7 @@ class XcalController(ModelController):
     def __init__(
         self,
         run: str,
-        sites: Sequence[str],
+        sites: Mapping[str, str],
         experiment: Mapping[str, Any] | None = None,
         given: Sequence[str] = (),
         resume: bool = False,
@@ -47,7 +46,7 @@ class XcalController(ModelController):
     ) -> None:
         super().__init__(persistor_id="", task_check_period=0.1)
         self._run_name = check_run_name(run)
-        self._sites = tuple(str(s) for s in sites)
+        self._sites = {str(client): str(site) for client, site in sites.items()}
         self._experiment = None if experiment is None else dict(experiment)
         self._given = tuple(given)
         self._resume = bool(resume)
@@ -86,18 +85,19 @@ class XcalController(ModelController):
         folder = RunFolder.create(path, make_experiment(self._experiment), self._given)
         about = {**folder.about, "command": f"xcal federation submit --name {path.name}"}
         write_json(path / "run.json", about)
-        write_json(path / "sites.json", list(self._sites))
+        write_json(path / "sites.json", self._sites)
         return folder
 
     def _federation(self, folder: RunFolder) -> Federation:
         """As the run began; only how long to wait, and for how many, may change on the way."""
         stored = folder.path / "sites.json"
-        sites = read_json(stored) if stored.exists() else list(self._sites)
+        sites = read_json(stored) if stored.exists() else self._sites
         changes = {key: value for key, value in self._changes.items() if value is not None}
         experiment = make_experiment({**_given(folder), **changes}, "the job")
         if experiment.round_timeout is None or experiment.quorum is None:
             raise UserError("A federation's run needs a quorum and a round_timeout.")
-        return prepare_remote(experiment, sites)
+        self._carrier.sites = sites
+        return prepare_remote(experiment, list(sites))
 
     def _leave(self, path: Path, ok: bool, text: str) -> None:
         """Put what the run may tell where FLARE keeps a job's results."""

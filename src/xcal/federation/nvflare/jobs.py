@@ -6,21 +6,24 @@ run is known by its name. FLARE's job ids change with every submission, so nothi
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xcal.errors import UserError
-from xcal.federation.files import write_bytes
+from xcal.federation.files import read_json, write_bytes
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
 from xcal.federation.nvflare.parties import Party, json_text
 from xcal.federation.nvflare.provision import require_nvflare
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
+RESULTS = "xcal"  # the folder of a job's workspace that holds what the run may tell
 STATUS_TOPIC = "xcal.status"
 POLL = 0.2  # seconds between a site's questions for work; FLARE's 2 s would cost a round 2 s
 
@@ -93,7 +96,8 @@ class Lead:
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
         with _one_sentence(party):
-            session = new_secure_session(party.about.name, str(party.kit), timeout=patience)
+            with redirect_stdout(io.StringIO()):  # FLARE prints that it connects
+                session = new_secure_session(party.about.name, str(party.kit), timeout=patience)
             try:
                 yield Lead(session)
             finally:
@@ -137,7 +141,15 @@ class Lead:
         self._session.abort_job(job.id)
 
     def fetch(self, job: Job, destination: Path) -> Path:
-        return Path(self._session.download_job_result(job.id, str(destination)))
+        """What the server's end left of a job, under `destination`; need not exist."""
+        found = Path(self._session.download_job_result(job.id, str(destination)))
+        return found / "workspace" / RESULTS
+
+    def outcome(self, job: Job) -> str:
+        """Why a job ended as it did, in the server's words."""
+        with tempfile.TemporaryDirectory() as scratch:
+            path = self.fetch(job, Path(scratch)) / "outcome.json"
+            return str(read_json(path)["text"]) if path.exists() else "it left no word."
 
     def connected(self) -> list[str]:
         info = self._session.get_system_info()

@@ -48,7 +48,8 @@ def local_home(
     """A home for a site that plays along on this machine."""
     made = make_experiment(read_toml(experiment), str(experiment))
     about = HomeTable(
-        client=party.about.name,
+        # A simulated site stands for the local engine's client of that number.
+        client=party.about.name if seed is None else str(shard),
         population=f"part {shard} of {experiment.stem}",
         experiment=str(experiment.resolve()),
         shard=shard,

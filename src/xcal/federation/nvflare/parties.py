@@ -53,8 +53,8 @@ class FederationFile(BaseModel):
     @classmethod
     def _sites(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for value in values:
-            if not _SITE.fullmatch(value):
-                raise ValueError(f"{value!r}: letters, digits, - and _ only")
+            if not _SITE.fullmatch(value) or value[0].isdigit():  # FLARE would read a number
+                raise ValueError(f"{value!r}: a letter, then letters, digits, - and _ only")
             if value in ("server", "coordinator"):
                 raise ValueError(f"{value!r} is taken by the coordinator")
         if len({v.lower() for v in values}) < len(values):

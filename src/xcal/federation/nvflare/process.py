@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -69,17 +68,18 @@ def start(party: Party, *, foreground: bool = False) -> int:
         os.chdir(party.kit)
         sys.stdout.flush()
         os.execve(sys.executable, words, env)
-    with open(party.log, "ab") as log:
-        process = subprocess.Popen(
-            words,
-            cwd=party.kit,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    return process.pid
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    return os.posix_spawn(  # in a session of its own: it outlives this command and its terminal
+        sys.executable,
+        words,
+        env,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(party.log), append, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
 
 
 def stop(party: Party, *, patience: float = 10.0) -> int:

@@ -17,7 +17,6 @@ from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job
 from xcal.federation.nvflare.parties import Party, read_federation
 
 TIMEOUT = 3600.0  # seconds a round may take where nobody says otherwise
-RESULTS = "xcal"  # the folder of a job's workspace that holds what the run may tell
 
 
 def submit(
@@ -27,8 +26,13 @@ def submit(
     name: str | None,
     quorum: int | None,
     timeout: float | None,
+    simulated: bool = False,
 ) -> tuple[str, str]:
-    """Propose an experiment; returns the run's name and FLARE's job id."""
+    """Propose an experiment; returns the run's name and FLARE's job id.
+
+    `simulated`: the sites stand for the local engine's clients 0, 1, …, whose seeded noise and
+    result they then share.
+    """
     party = Party.find(lead)
     sites = read_federation(party.folder / "federation.toml").sites
     made, given = load_experiment(experiment, sets)
@@ -47,6 +51,7 @@ def submit(
     if not 1 <= wanted <= asked:
         raise UserError(f"The quorum {wanted} is not between 1 and the {asked} sites of a round.")
     _check_timeout(patience)
+    named = {str(i) if simulated else site: site for i, site in enumerate(sites)}
     made = made.model_copy(
         update={"clients": len(sites), "quorum": wanted, "round_timeout": patience}
     )
@@ -60,7 +65,7 @@ def submit(
         settings = {
             "experiment": {k: v for k, v in made.resolved().items() if v is not None},
             "given": sorted(given),
-            "sites": list(sites),
+            "sites": named,
         }
         folder = write_job(party.folder / "jobs" / run, run, settings, wanted)
         return run, session.submit(folder)
@@ -72,7 +77,6 @@ def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> s
     if timeout is not None:
         _check_timeout(timeout)
     party = Party.find(lead)
-    sites = read_federation(party.folder / "federation.toml").sites
     with Lead.session(party) as session:
         before = session.last(run)
         if before.status == "FINISHED:COMPLETED":
@@ -87,7 +91,7 @@ def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> s
         known = party.folder / "jobs" / run / "meta.json"
         wanted = quorum or (read_json(known)["min_clients"] if known.exists() else 1)
         _enough(session, wanted)
-        settings: dict[str, Any] = {"resume": True, "sites": list(sites)}
+        settings: dict[str, Any] = {"resume": True, "sites": {}}  # the server knows them
         if quorum is not None:
             settings["quorum"] = quorum
         if timeout is not None:
@@ -114,7 +118,7 @@ def fetch(lead: Path, run: str, out: Path) -> Iterator[str]:
         job = session.last(run)
         if job.running:
             raise UserError(f"The run {run!r} is still being worked on: wait, or stop it first.")
-        found = session.fetch(job, Path(scratch)) / "workspace" / RESULTS
+        found = session.fetch(job, Path(scratch))
         if not found.is_dir():
             raise UserError(f"The run {run!r} left no results ({job.status}): resume it.")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +182,8 @@ class Look:
         if state != self._last:
             self._last = state
             yield f"{self._run}: {state}"
+            if self._job.status.startswith("FINISHED") and state != "FINISHED:COMPLETED":
+                yield f"{self._run}: {self._session.outcome(self._job)}"
 
 
 @contextmanager
