@@ -107,6 +107,7 @@ def test_a_request_beyond_a_sites_policy_is_refused(federation: Federation) -> N
 # --- who is not let in ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_no_foreign_or_old_connection(federation: Federation, tmp_path: Path) -> None:
     site, port = federation.party("hospital-a"), federation.port
     assert handshake("localhost", port, site.root, site.certificate, site.key) == "TLSv1.3"

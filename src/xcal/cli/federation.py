@@ -129,7 +129,7 @@ def accept_command(
         say("Now give it a home with your data and your terms, which only you can change:")
         say(
             f"  xcal home init {party.home} --client {party.about.name} --data NAME"
-            " --population WHO --epsilon-total 5 --delta-total 1e-5"
+            " --population WHO --epsilon 5 --delta 1e-5"
         )
     if party.about.role in ("site", "server"):
         say(f"Then: xcal federation check {folder} && xcal federation start {folder}")

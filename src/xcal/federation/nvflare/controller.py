@@ -75,6 +75,9 @@ class XcalController(ModelController):
         except UserError as error:
             self._leave(path, False, str(error))
             self.panic(str(error))
+        except Exception:
+            self._leave(path, False, "it failed for a reason of ours: see the server's log.")
+            raise
 
     def _folder(self, path: Path) -> RunFolder:
         if self._resume:
