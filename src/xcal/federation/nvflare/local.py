@@ -47,23 +47,27 @@ def local_home(
 ) -> ClientHome:
     """A home for a site that plays along on this machine."""
     made = make_experiment(read_toml(experiment), str(experiment))
-    about = HomeTable(
-        # A simulated site stands for the local engine's client of that number.
-        client=party.about.name if seed is None else str(shard),
-        population=f"part {shard} of {experiment.stem}",
-        experiment=str(experiment.resolve()),
-        shard=shard,
-        threads=1,
-        message_log=True,
-        simulated=seed is not None,
-        seed=seed,
+    about = HomeTable.model_validate(
+        {
+            # A simulated site stands for the local engine's client of that number.
+            "client": party.about.name if seed is None else str(shard),
+            "population": f"part {shard} of {experiment.stem}",
+            "experiment": str(experiment.resolve()),
+            "shard": shard,
+            "threads": 1,
+            "message_log": True,
+            "simulated": seed is not None,
+            "seed": seed,
+        }
     )
-    policy = Policy(
-        epsilon_total=runs * made.epsilon,
-        delta_total=runs * made.delta,
-        epsilon_run=made.epsilon,
-        delta_run=made.delta,
-        unit=made.unit,
+    policy = Policy.model_validate(
+        {
+            "epsilon_total": runs * made.epsilon,
+            "delta_total": runs * made.delta,
+            "epsilon_run": made.epsilon,
+            "delta_run": made.delta,
+            "unit": made.unit,
+        }
     )
     return create_home(party.home, about, policy, unit=made.unit)
 
