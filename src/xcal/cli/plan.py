@@ -23,12 +23,13 @@ EXPLAINED = {
     "sigma_min": "lowest (a step that is explained best)",
     "sigma_max": "highest (a step that is explained worst)",
     "sigma_signal": "deviation of the noise on the signal",
-    "signal_price": "σ_ref/σ_static − 1: what the signal costs",
+    "sigma_count": "deviation of the noise on the count of units within C",
+    "signal_price": "σ_ref/σ_static − 1: what signal and count cost",
 }
 
 
 def plan_command(
-    method: str = typer.Option("xcal", help="fl-dp, xcal-paper or xcal."),
+    method: str = typer.Option("xcal", help="A method with a guarantee: fl-dp, xcal, …"),
     epsilon: float = typer.Option(..., help="Target ε over all rounds."),
     delta: float = typer.Option(1e-5, help="Target δ."),
     units: int = typer.Option(..., help="Units of privacy at the client, n."),
@@ -37,12 +38,23 @@ def plan_command(
     local_epochs: int = typer.Option(1, help="Local epochs E."),
     kappa: float | None = typer.Option(None, help="xcal: price of the signal."),
     w: float | None = typer.Option(None, help="xcal: how far the signal moves a step's share."),
+    clipping: str | None = typer.Option(None, help="xcal: 'fixed', or 'quantile'."),
+    kappa_b: float | None = typer.Option(None, help="Quantile clipping: price of the count."),
+    count_noise: float | None = typer.Option(None, help="adaptive-clip: σ_b of the count."),
     rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),
     band: float | None = typer.Option(None, help="xcal-paper: half-width b of the band."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
-    optional = {"kappa": kappa, "w": w, "rho": rho, "band": band}
+    optional = {
+        "kappa": kappa,
+        "w": w,
+        "clipping": clipping,
+        "kappa_b": kappa_b,
+        "count_noise": count_noise,
+        "rho": rho,
+        "band": band,
+    }
     made = xcal.plan(
         units=units,
         method=method,

@@ -43,6 +43,8 @@ class Geometry:
 
     def check(self, model: nn.Module) -> None:
         """Raise unless every weight belongs to a parameter that trains, and fits its first axis."""
+        if not self.weights:
+            return
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, values in self.weights.items():
             if name not in named:
