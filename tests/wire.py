@@ -49,4 +49,4 @@ def changed(**keys: Any) -> Request:
 
 def ask(home: Path, request: Request | bytes) -> Reply | Refusal:
     data = request if isinstance(request, bytes) else encode_request(request)
-    return decode_answer(answer(home, data))
+    return decode_answer(answer(home, data), 1 << 24)

@@ -84,11 +84,16 @@ class LiveProgress:
         sigma = [c["mean_sigma"] for c in clients if c["mean_sigma"] is not None]
         signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
         most = f"{100 * max(spent):.1f} %" if spent else "–"
-        halted = f", {len(record['exhausted'])} exhausted" if record["exhausted"] else ""
+        asked = len(clients) + len(record.get("missing", ())) + len(record.get("refused", ()))
+        absent = "".join(
+            f", {len(record[what])} {what}"
+            for what in ("exhausted", "missing", "refused", "late")
+            if record.get(what)
+        )
         self._console.print(
             f"  {record['round'] + 1:>5}  {number(record['validation_macro_f1']):>13}"
             f"  {most:>12}  {number(_mean(sigma)):>7}  {number(_mean(signal)):>6}"
-            f"  {record['answered']} of {len(clients)} trained{halted}"
+            f"  {record['answered']} of {asked} trained{absent}"
         )
 
 

@@ -18,7 +18,7 @@ from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
 from xcal.federation.folder import RunFolder
 from xcal.federation.messages import (
-    MAX_MESSAGE,
+    MAX_HEADER,
     Refusal,
     Request,
     decode_answer,
@@ -116,6 +116,8 @@ class Remote:
         self._carrier = carrier
         self._model = model
         self._frozen = frozen_digest(model)
+        size = sum(p.numel() * p.element_size() for p in trainable(model).values())
+        self._largest = size + 2 * MAX_HEADER  # no honest answer is longer
         self._progress = progress or Silent()
 
     def ask(
@@ -148,7 +150,7 @@ class Remote:
     def _read(self, question: Question, data: bytes) -> Answer:
         """An answer as it came, or the refusal it amounts to: a client may send anything."""
         try:
-            got = decode_answer(data, MAX_MESSAGE)
+            got = decode_answer(data, self._largest)
             if isinstance(got, Refusal):
                 return Refusal(question.client, got.code)
             asked = question.request
@@ -265,7 +267,8 @@ class Coordinator:
         replies = [a for a in map(answers.get, asked) if isinstance(a, RoundReply)]
         refused = {c: a.code for c in asked if isinstance(a := answers.get(c), Refusal)}
         missing = [c for c in asked if answers.get(c) is None]
-        self._log_refusals(t, refused)
+        if refused:
+            self._log_refusals(t, refused)
         if "diverged" in refused.values():
             self._diverged(t)
         self._check_quorum(t, len(replies), len(asked), missing, refused)

@@ -29,7 +29,6 @@ from xcal.training.local import StepRecord, digest_tensors
 
 FORMAT = 1
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
-MAX_MESSAGE = 1 << 30  # what a server accepts of a reply; a client's policy has its own bound
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 # The experiment's keys that a request carries: what the client's own training depends on.
@@ -306,7 +305,7 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
     return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
 
 
-def decode_answer(data: bytes, limit: int = MAX_MESSAGE) -> Reply | Refusal:
+def decode_answer(data: bytes, limit: int) -> Reply | Refusal:
     """A client's answer, for the server. Raises `Refused` where it is none."""
     kind, values, weights = _decode(data, limit)
     found = _Fields(values)
