@@ -135,11 +135,11 @@ class Federation:
             text = text[text.rfind("added secure port") :] if "added secure port" in text else ""
             return all(f"New client {name}@" in text for name in names or SITES)
 
-        wait_for(joined, "the sites to join")
+        wait_for(joined, "the sites to join", 240)
 
     def submit(self, run: str, *words: str) -> None:
         done = self.xcal(
-            "submit", str(self.experiment), "--name", run, "--simulated", "--timeout", "60", *words
+            "submit", str(self.experiment), "--name", run, "--simulated", "--timeout", "150", *words
         )
         assert done.returncode == 0, done.stderr
 
@@ -174,7 +174,7 @@ class Federation:
             [sys.executable, "-m", "xcal", "federation", *words],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             env={**os.environ, "XCAL_LEAD": str(lead or self.lead), "COLUMNS": "200"},
         )
 

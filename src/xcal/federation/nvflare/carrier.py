@@ -34,6 +34,14 @@ class FlareCarrier:
         self._stopped = stopped
         self.sites: dict[str, str] = {}  # FLARE's name of each client
         self._late: list[str] = []
+        self._gone: set[str] = set()
+
+    def gone(self, site: str) -> None:
+        """FLARE has given a site up: no round waits for it, though it may still be asked."""
+        self._gone.add(site)
+
+    def back(self, site: str) -> None:
+        self._gone.discard(site)
 
     def too_late(self, site: str) -> None:
         """FLARE brought an answer to a question that is closed."""
@@ -80,7 +88,7 @@ class FlareCarrier:
         deadline = time.monotonic() + timeout
         try:
             with changed:
-                while len(answers) < len(messages):
+                while not all(c in answers or self.sites[c] in self._gone for c in messages):
                     if self._stopped():
                         raise Stopped
                     left = deadline - time.monotonic()

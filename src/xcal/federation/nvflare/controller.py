@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from xcal.config import make_experiment
@@ -111,6 +113,13 @@ class XcalController(ModelController):
             if (path / name).exists():
                 shutil.copyfile(path / name, out / name)
         write_json(out / "outcome.json", {"run": path.name, "ok": ok, "text": text})
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        super().handle_event(event_type, fl_ctx)
+        if event_type == EventType.CLIENT_DISCONNECTED:
+            self._carrier.gone(str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME)))
+        elif event_type == EventType.CLIENT_RECONNECTED:
+            self._carrier.back(str(fl_ctx.get_prop(FLContextKey.RECONNECTED_CLIENT_NAME)))
 
     def process_result_of_unknown_task(
         self, client: Any, task_name: str, client_task_id: str, result: Any, fl_ctx: Any

@@ -1,0 +1,109 @@
+"""The carrier between the coordinator and FLARE's tasks: deadlines, dead sites, odd answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
+
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable, make_reply
+
+from xcal.errors import UserError
+from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
+from xcal.federation.nvflare.executor import MESSAGE
+
+
+class Tasks:
+    """What the carrier needs of FLARE's controller: tasks go to scripted sites."""
+
+    fl_ctx = None
+
+    def __init__(self, sites: dict[str, Callable[[bytes], Any]]) -> None:
+        self.sites = sites
+        self.cancelled: list[str] = []
+
+    def send(self, task: Any, fl_ctx: Any, targets: list[str]) -> None:
+        task.site = targets[0]
+        answer = self.sites[targets[0]]
+
+        def work() -> None:
+            result = answer(task.data[MESSAGE])
+            if result is not None:
+                task.result_received_cb(SimpleNamespace(result=result), fl_ctx)
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def cancel_task(self, task: Any, fl_ctx: Any) -> None:
+        self.cancelled.append(task.site)
+
+
+def result(data: Any) -> Shareable:
+    made = Shareable()
+    made[MESSAGE] = data
+    return made
+
+
+def carrier(sites: dict[str, Callable[[bytes], Any]], stopped: bool = False) -> FlareCarrier:
+    made = FlareCarrier(Tasks(sites), lambda: stopped)  # type: ignore[arg-type]
+    made.sites = {name[-1]: name for name in sites}
+    return made
+
+
+def test_answers_come_back_by_client() -> None:
+    ends = {f"site-{c}": lambda data, c=c: result(data + c.encode()) for c in "ab"}
+    assert carrier(ends).exchange(0, {"a": b"x", "b": b"y"}, 5) == {"a": b"xa", "b": b"yb"}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda _: result("text"),
+        lambda _: result(None),
+        lambda _: Shareable(),
+        lambda _: make_reply(ReturnCode.EXECUTION_EXCEPTION),
+    ],
+)
+def test_what_is_no_answer_is_none(odd: Callable[[bytes], Any]) -> None:
+    ends = {"site-a": odd, "site-b": lambda _: result(b"y")}
+    began = time.monotonic()
+    assert carrier(ends).exchange(0, {"a": b"", "b": b""}, 30) == {"b": b"y"}
+    assert time.monotonic() - began < 10  # it came, so nobody waits for it
+
+
+def test_a_silent_site_costs_the_timeout_and_no_more() -> None:
+    made = carrier({"site-a": lambda _: None, "site-b": lambda _: result(b"y")})
+    began = time.monotonic()
+    assert made.exchange(0, {"a": b"", "b": b""}, 1.0) == {"b": b"y"}
+    assert 0.9 < time.monotonic() - began < 6
+    assert "site-a" in made._controller.cancelled
+    made.too_late("site-a")
+    assert made.late() == ["a"]
+    assert made.late() == []
+
+
+def test_nobody_waits_for_a_site_that_is_gone() -> None:
+    made = carrier({"site-a": lambda _: None, "site-b": lambda _: result(b"y")})
+    threading.Timer(0.3, made.gone, ["site-a"]).start()
+    began = time.monotonic()
+    assert made.exchange(0, {"a": b"", "b": b""}, 60) == {"b": b"y"}
+    assert made.exchange(1, {"a": b"", "b": b""}, 60) == {"b": b"y"}
+    assert time.monotonic() - began < 20
+    made.back("site-a")
+    assert made.exchange(2, {"a": b""}, 0.3) == {}
+
+
+def test_an_aborted_job_stops_asking() -> None:
+    with pytest.raises(Stopped):
+        carrier({"site-a": lambda _: None}, stopped=True).exchange(0, {"a": b""}, 60)
+
+
+def test_a_timeout_is_always_set() -> None:
+    with pytest.raises(UserError, match="round_timeout"):
+        carrier({"site-a": lambda _: None}).exchange(0, {"a": b""}, None)
