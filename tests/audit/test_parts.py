@@ -21,7 +21,7 @@ from xcal.audit.canaries import (
     toss_coins,
 )
 from xcal.audit.membership import auc_of, halves, lira_scores, tpr_of
-from xcal.audit.onerun import mixture_ratio, quiet_blocks, reach
+from xcal.audit.reading import mixture_ratio, quiet_blocks, reach
 from xcal.audit.similarity import psnr, ssim
 from xcal.privacy.noise import NoiseKey, SeededNoise
 from xcal.training.clipping import ClippingEngine

@@ -17,7 +17,8 @@ from scipy.stats import binom
 from xcal.audit.alone import RUN, flat
 from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import Directions, toss_coins
-from xcal.audit.onerun import Audit, ideal_audits, mixture_ratio
+from xcal.audit.onerun import Audit, ideal_audits
+from xcal.audit.reading import mixture_ratio
 from xcal.config import Experiment
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, check_rule, server_rule

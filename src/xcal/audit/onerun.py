@@ -7,19 +7,17 @@ model. Beside each bound stands what could have been found at best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from scipy.special import logsumexp
 from scipy.stats import binom
-from torch import Tensor, nn
+from torch import nn
 
-from xcal.audit.alone import Trained, flat, load_flat, train_alone
+from xcal.audit.alone import Trained, load_flat, train_alone
 from xcal.audit.bound import Found, find_epsilon, strongest_bound
 from xcal.audit.canaries import (
     CanaryData,
@@ -32,16 +30,24 @@ from xcal.audit.canaries import (
     random_pictures,
     toss_coins,
 )
+from xcal.audit.reading import (
+    GradientWatcher,
+    InputWatcher,
+    Scores,
+    image_losses,
+    mixture_ratio,
+    reach,
+)
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.sampling import to_tensor
 from xcal.errors import UserError
 from xcal.models.registry import build_network
+from xcal.privacy.accounting import reference_cost
 from xcal.privacy.ledger_rows import Charge
-from xcal.training.clipping import PLAIN, Bound, ClippingEngine
+from xcal.training.clipping import PLAIN, Bound
 from xcal.training.local import trainable
 
-Scores = NDArray[np.float64]
 VIEWS = ("steps", "rounds", "final")
 IDEAL_AUDITS = 8  # simulated audits of the mechanism as charged
 SURPRISE = 1e-4  # right guesses rarer than this under what was charged are a finding
@@ -68,38 +74,19 @@ class Audit:
     expected: float | None  # mean ε found by an ideal auditor of what was charged
     p_charged: float | None  # of as many right guesses under what was charged
     noise_floor: float | None  # smallest deviation of a released sum over the one charged
+    share_charged: float | None = None  # Σρ/R of the ledger, recomputed by dp-accounting
 
     @property
     def broken(self) -> bool:
-        """Whether the run is refuted: by ε, by the mechanism charged, or by too little noise."""
+        """Whether it is refuted: by ε, by what was charged, by too little noise, or by the sum."""
         if self.epsilon_claimed is None:
             return False  # nothing was promised
         return (
             self.epsilon_found > self.epsilon_claimed
             or (self.p_charged is not None and self.p_charged < SURPRISE)
             or (self.noise_floor is not None and self.noise_floor < 0.95)
+            or (self.share_charged is not None and self.share_charged > 1)
         )
-
-
-def mixture_ratio(
-    z: Scores,
-    *,
-    steps: int,
-    rate: float,
-    deviation: float | Scores,
-    shift: float | Scores = 1.0,
-) -> Scores:
-    """log-likelihood ratio of "in" against "out" of a sum of `steps` releases.
-
-    Each step adds `shift` with probability `rate`; noise of the given deviation is on the sum.
-    """
-    times = np.arange(steps + 1)[:, None]
-    weight = binom.logpmf(times, steps, rate) if rate < 1 else np.where(times == steps, 0, -np.inf)
-    moved = times * np.broadcast_to(np.asarray(shift, dtype=np.float64), z.shape)[None]
-    result: Scores = logsumexp(
-        weight + moved * (2 * z - moved) / (2 * np.square(deviation)), axis=0
-    )
-    return result
 
 
 def ideal_audits(
@@ -128,106 +115,6 @@ def ideal_audits(
     accuracy = right / total
     spread = 3 * float(np.sqrt(accuracy * (1 - accuracy) / total))
     return float(np.mean(found)), min(1.0, accuracy + spread)
-
-
-QUIET = 0.4  # a block this far below the usual deviation is no accident
-
-
-def quiet_blocks(model: nn.Module, released: Tensor) -> Tensor | None:
-    """Deviation of every coordinate of a release, if some blocks carry far less noise than others.
-
-    A block is what one output channel's filter holds, or else a whole tensor.
-    """
-    parameters = list(trainable(model).values())
-    spreads, quiet = [], False
-    usual = float(released.double().square().mean().sqrt())
-    for piece, parameter in zip(
-        torch.split(released.double(), [p.numel() for p in parameters]), parameters, strict=True
-    ):
-        by_row = parameter.dim() > 1 and parameter[0].numel() >= 16
-        rows = piece.view(len(parameter), -1) if by_row else piece.view(1, -1)
-        own = rows.square().mean(1, keepdim=True).sqrt()
-        low = (own < QUIET * usual) & torch.tensor(rows.shape[1] >= 16)
-        quiet = quiet or bool(low.any())
-        spreads.append(torch.where(low, own, usual).expand_as(rows).flatten())
-    return torch.cat(spreads).clamp_min(1e-9) if quiet else None
-
-
-def _in_scaled_space(model: nn.Module, released: Tensor, bound: Bound) -> Tensor:
-    """A released gradient sum as it was when the noise was added."""
-    parameters = trainable(model)
-    pieces = torch.split(released, [p.numel() for p in parameters.values()])
-    named = {k: v.view_as(p) for (k, p), v in zip(parameters.items(), pieces, strict=True)}
-    return flat(bound.geometry.scaled(named))
-
-
-@dataclass
-class _GradientWatcher:
-    """Reads every canary's direction off every released sum.
-
-    Where some blocks turn out to carry far less noise than others, they are read with the weight
-    they deserve: a method that spares some of them must not be saved by the rest.
-    """
-
-    directions: Directions
-    bounds: list[Bound]  # what the engine was told, step by step
-    readings: list[Scores] = field(default_factory=list)
-    own_spread: list[Scores | None] = field(default_factory=list)
-    deviations: list[float] = field(default_factory=list)
-
-    def __call__(self, before: nn.Module, released: Tensor) -> None:
-        seen = _in_scaled_space(before, released, self.bounds[-1]) / self.bounds[-1].norm
-        spread = quiet_blocks(before, seen)
-        if spread is None:
-            self.readings.append(self.directions.read(seen))
-            self.own_spread.append(None)
-        else:
-            reading, deviation = self.directions.read_weighted(seen, spread)
-            self.readings.append(reading)
-            self.own_spread.append(deviation)
-        self.deviations.append(float(seen.double().std()))
-
-
-@dataclass
-class _InputWatcher:
-    """How far each canary's own gradient reaches into every released sum."""
-
-    images: Tensor
-    labels: Tensor
-    readings: list[Scores] = field(default_factory=list)
-    norms: list[Scores] = field(default_factory=list)
-
-    def __call__(self, before: nn.Module, released: Tensor) -> None:
-        slope, norm = reach(before, self.images, self.labels, released)
-        self.readings.append(slope / np.maximum(norm, 1e-12))
-        self.norms.append(norm)
-
-
-_SHORT = 0.01  # in weight space
-
-
-def reach(
-    model: nn.Module, images: Tensor, labels: Tensor, direction: Tensor
-) -> tuple[Scores, Scores]:
-    """For every image the inner product of its loss's gradient with `direction`, and its norm."""
-    # A central difference along a short way: two passes forward, whatever the network is made of.
-    length = float(direction.double().norm()) or 1.0
-    here = flat(trainable(model))
-    ends = []
-    for sign in (1, -1):
-        load_flat(model, here + direction * (sign * _SHORT / length))
-        ends.append(image_losses(model, images, labels))
-    load_flat(model, here)
-    slope = (ends[0] - ends[1]) * (length / (2 * _SHORT))
-    norms = ClippingEngine(model).clipped_sum(images, labels, clip=1.0).norms
-    return slope, norms.double().numpy()
-
-
-def image_losses(model: nn.Module, images: Tensor, labels: Tensor) -> Scores:
-    with torch.no_grad():
-        found = F.cross_entropy(model(images), labels, reduction="none")
-    result: Scores = found.double().numpy()
-    return result
 
 
 def audit_method(
@@ -262,6 +149,12 @@ def audit_method(
             confidence=confidence,
             seed=experiment.seed,
         )
+    share = None
+    if trained.plan is not None:
+        order = trained.plan.order
+        # An auditor's own sum: dp-accounting's cost of every row, whatever the row says it cost.
+        spent = math.fsum(reference_cost(c.rate, c.sigma, order) for c in trained.charges)
+        share = spent / trained.plan.budget
     audits = []
     for view, scores in views.items():
         found = find_epsilon(scores, included, delta=experiment.delta, confidence=confidence)
@@ -272,7 +165,7 @@ def audit_method(
         audits.append(
             _row(experiment, planted, trained, canary, view, found, claimed, confidence)
             | {"expected": expected, "p_charged": p}
-            | {"noise_floor": floor if view == "steps" else None}
+            | {"noise_floor": floor if view == "steps" else None, "share_charged": share}
         )
     return [Audit(**a) for a in audits]
 
@@ -344,7 +237,7 @@ def _with_gradients(
             bounds.append(Bound(clip, options.get("geometry", PLAIN)))
             return super().clipped_sum(*args, clip=clip, **options)
 
-    watcher = _GradientWatcher(directions, bounds)
+    watcher = GradientWatcher(directions, bounds)
     trained = train_alone(
         experiment, data, classes, observe=watcher, make_engine=Engine, on_step=on_step
     )
@@ -380,7 +273,7 @@ def _with_inputs(
 ) -> tuple[Trained, dict[str, Scores], float | None]:
     own = planted.canary_images()
     images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
-    watcher = _InputWatcher(images, labels)
+    watcher = InputWatcher(images, labels)
     data = CanaryData(planted.images, planted.included, in_gradient=False)
     trained = train_alone(experiment, data, classes, observe=watcher, on_step=on_step)
     rate = experiment.batch / data.units

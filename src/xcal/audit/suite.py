@@ -187,11 +187,11 @@ class Suite:
         """Both attacks on one step and on a whole round: without privacy and at each ε."""
         effort = self.effort
         count = max(effort.pictures, effort.round_pictures)
-        data = self._data(max(count, 60))
         networks = {32: "xcal.audit.networks:lenet32", 64: "xcal.audit.networks:lenet64"}
         smooth = networks.get(self._shown.pixels)
         if smooth is None:
             raise UserError("Gradient inversion is measured at pixels = 32 or 64.")
+        data = self._data(max(count, 60))
         base = _experiment(self.keys, FOR_INVERSION, "fl")
         levels: list[float | None] = [None, *effort.epsilons]
         total = len(levels) * 2 * (effort.pictures + 1) + 2 * (effort.pictures + 1)
