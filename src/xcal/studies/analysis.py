@@ -221,11 +221,12 @@ class Course:
     stop_share: float  # mean over seeds of Σρ/R at the ROAD peak …
     stop_f1: float  # … and what a model stopped there has, on public validation images
     stop_road: float
+    sigma: NDArray[np.float64]  # noise multiplier, the clients' mean, in each round
 
 
 def course_of(series: Series) -> Course | None:
     """None where a method has no budget to speak of, or nothing was measured on the way."""
-    shares, f1s, roads, stops = [], [], [], []
+    shares, f1s, roads, stops, sigmas = [], [], [], [], []
     road_rounds: list[int] = []
     for result in series.cells.values():
         rounds = result.values["rounds"]
@@ -240,6 +241,7 @@ def course_of(series: Series) -> Course | None:
         peak = road_rounds[int(road.argmax())]
         stops.append((share[peak], f1[peak], road.max()))
         shares.append(share)
+        sigmas.append([np.mean([v for v in line if v is not None]) for line in rounds["sigma"]])
         f1s.append(f1)
         roads.append(road)
     if not shares:
@@ -258,6 +260,7 @@ def course_of(series: Series) -> Course | None:
         float(stop[0]),
         float(stop[1]),
         float(stop[2]),
+        np.mean(sigmas, axis=0),
     )
 
 

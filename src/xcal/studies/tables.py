@@ -272,6 +272,7 @@ def efficiency_view(grid: Grid, results: Results) -> StudyView:
                 f"{c.stop_f1:.3f} / {c.f1[-1]:.3f}",
                 f"{c.stop_road:.3f} / {c.road[-1]:.3f}",
                 f"{100 * (1 - c.stop_share):.0f} %",
+                f"{c.sigma[0]:.2f} / {c.sigma.min():.2f} / {c.sigma[-1]:.2f}",
             )
         )
     head = (
@@ -285,6 +286,7 @@ def efficiency_view(grid: Grid, results: Results) -> StudyView:
         "F1 there / at the end",
         "ROAD there / at the end",
         "budget left there",
+        "σ, first / lowest / last round",
     )
     note = (
         "On public validation images, means over seeds. Peaks are those of each seed's own course;"
