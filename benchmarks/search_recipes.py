@@ -119,7 +119,9 @@ class Search:
             for p in federation.plans
             if p is not None
         )
-        federation = replace(federation, experiment=experiment, plans=plans)
+        everyone = tuple(range(experiment.clients))
+        schedule = (everyone,) * experiment.rounds
+        federation = replace(federation, experiment=experiment, plans=plans, schedule=schedule)
         model = build_network(experiment, len(federation.data.classes))
         split = split_frozen(model)
         table = None
