@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.config import Experiment, make_experiment
@@ -92,15 +93,7 @@ class Search:
         path = self._scratch / (
             f"{b['data']}-{len(images)}-{b['pixels']}-{b['output_stride']}-{name}.npy"
         )
-        if not path.exists():
-            parts = [
-                shared.begin(to_tensor(np.asarray(images.pixels[i : i + 32])))
-                for i in range(0, len(images), 32)
-            ]
-            part = path.with_suffix(".part.npy")
-            np.save(part, torch.cat(parts).numpy())
-            part.rename(path)
-        first = torch.from_numpy(np.load(path))
+        first = torch.from_numpy(_computed(path, images, shared))
         assert len(split.beginning) >= FIRST, "more of the network trains than the search keeps"
         rest = Split(split.beginning[FIRST:], split.rest)
         self._tables[key] = torch.cat([rest.begin(part) for part in first.split(64)])
@@ -188,6 +181,26 @@ class Search:
         with torch.no_grad():
             logits = torch.cat([split.go_on(part) for part in shown.split(256)])
         return float(macro_f1(images.labels, logits.argmax(1).numpy(), logits.shape[1]))
+
+
+def _computed(path: Path, images: Images, shared: Split) -> NDArray[np.float32]:
+    """The table of all images, block after block into a file; a cut-off one is gone on with."""
+    if not path.exists():
+        part, count = path.with_suffix(".part.npy"), path.with_suffix(".count")
+        one = shared.begin(to_tensor(np.asarray(images.pixels[:1])))
+        shape = (len(images), *one.shape[1:])
+        done = int(count.read_text()) if count.exists() else 0
+        table = np.lib.format.open_memmap(part, "r+" if done else "w+", np.float32, shape)
+        for i in range(done, len(images), 32):
+            table[i : i + 32] = shared.begin(to_tensor(np.asarray(images.pixels[i : i + 32])))
+            if i % 512 == 0:
+                table.flush()
+                count.write_text(str(i))
+        table.flush()
+        part.rename(path)
+        count.unlink(missing_ok=True)
+    found: NDArray[np.float32] = np.load(path)
+    return found
 
 
 def read_rows(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
