@@ -22,7 +22,7 @@ from xcal.models.split import split_frozen
 from xcal.training.clipping import ClippingEngine
 
 OUT = Path(__file__).parent / "results" / "kept-activations.md"
-IMAGES, REPETITIONS = 32, 4
+IMAGES, REPETITIONS = 16, 3
 CASES = [
     (128, 32, "head"),
     (128, 32, "head+norm:2"),

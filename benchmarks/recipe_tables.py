@@ -43,6 +43,8 @@ def table(rows: list[dict[str, str]], columns: tuple[str, ...]) -> str:
         key, found = item
         return key[0], float(key[2]), -statistics.mean(float(r[columns[0]]) for r in found)
 
+    if not rows:
+        return "Nothing yet."
     heads = ["data", "method", *SHOWN, "seeds", *(c.replace("_", " ") for c in columns)]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for key, found in sorted(groups.items(), key=rank):
