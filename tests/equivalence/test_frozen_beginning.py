@@ -85,6 +85,23 @@ def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:
     assert all(torch.equal(found[0][rate], found[1][rate]) for rate in (0.1, 0.9))
 
 
+@pytest.mark.parametrize("views", [1, 3])
+def test_an_empty_draw_is_empty_with_activations_too(views: int) -> None:
+    model = network("last:1")
+    data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1, views=views)
+    assert data.keep_activations(split_frozen(model), 64)
+    batch = data.draw(0.0, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
+    bench = Bench(
+        client="0", method="m", round=0, first_step=0, model=model,
+        engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
+        optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
+        split=split_frozen(model),
+    )  # fmt: skip
+    for capture in (None, model.cam_layer):
+        sums = clipped_sum(bench, batch, capture=capture)
+        assert all(float(g.abs().max()) == 0 for g in sums.gradients.values())
+
+
 def test_too_little_memory_falls_back_to_the_whole_network() -> None:
     data = LocalData(tiny(pixels=32).train, unit="record", images_per_unit=1)
     assert not data.keep_activations(split_frozen(network("last:1")), 0)
