@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xcal.errors import UserError
 from xcal.presets import PRESETS
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Whole = Annotated[int, Field(ge=1)]
+# Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
+Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Whole = Annotated[int, Field(ge=1, le=1_000_000)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -55,7 +57,7 @@ class Experiment(BaseModel):
     round_timeout: Positive | None = Field(
         None, description="seconds the server waits for a round's answers; for ever if not given"
     )
-    average: Annotated[float, Field(gt=0, le=1)] = Field(
+    average: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         0.5, description="share of a round's weights in the reported model's running average"
     )
     aggregation: Literal["mean", "median", "trimmed-mean"] = Field(
@@ -103,12 +105,12 @@ class Experiment(BaseModel):
         0.0, description="share of a round's last steps whose weights are averaged into the answer"
     )
     # the signal
-    q: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="share of cells masked")
-    alpha: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the logit change")
-    beta: Annotated[float, Field(ge=0)] = Field(1.0, description="weight of the margin")
-    gamma: Annotated[float, Field(ge=0)] = Field(1.0, description="exponent of concentration")
+    q: Annotated[float, Field(ge=1e-6, le=1)] = Field(0.2, description="share of cells masked")
+    alpha: Weight = Field(1.0, description="weight of the logit change")
+    beta: Weight = Field(1.0, description="weight of the margin")
+    gamma: Weight = Field(1.0, description="exponent of concentration")
     fill: Literal["imagenet", "image-mean"] = Field("imagenet", description="what masks cells")
-    tau: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    tau: Annotated[float, Field(ge=1e-6, le=1)] | None = Field(
         None, description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)"
     )
     # xcal-paper
@@ -119,15 +121,13 @@ class Experiment(BaseModel):
         0.5, description="how far the signal moves a share"
     )
     kappa: Positive = Field(5.0, description="price of the signal: 1/(2κ²) more noise")
-    slow_tau: Annotated[float, Field(gt=0, le=1)] = Field(0.01, description="smoothing of s̄")
+    slow_tau: Annotated[float, Field(ge=1e-6, le=1)] = Field(0.01, description="smoothing of s̄")
     reference: Literal["running", "absolute"] = Field(
         "running", description="what s is held against"
     )
-    contrast: Annotated[float, Field(gt=0)] = Field(
-        0.1, description="smallest Δ, the scale of s − s̄"
-    )
+    contrast: Positive = Field(0.1, description="smallest Δ, the scale of s − s̄")
     signal_every: Whole = Field(4, description="a signal every k-th step")
-    signal_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+    signal_fraction: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         1.0, description="share p of the drawn units that enter the signal"
     )
     signal_source: Literal["model", "constant", "noise", "decay"] = Field(
@@ -165,7 +165,7 @@ class Experiment(BaseModel):
     clip_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         5.0, description="C over the norm of the gradients released last round; 0 keeps C"
     )
-    sigma_decay: Annotated[float, Field(gt=0, le=1)] = Field(
+    sigma_decay: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         0.999, description="β: noise after three rounds of falling loss on public images"
     )
     # measuring and running

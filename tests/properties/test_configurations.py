@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +18,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.local import _make_sites
 from xcal.federation.rounds import RoundRequest, client_round
 from xcal.federation.setup import prepare
+from xcal.methods.registry import METHODS as CLIENT_METHODS
 from xcal.models.registry import build_network
 from xcal.privacy.ledger_rows import read_rows
 from xcal.training.local import trainable
@@ -40,24 +41,25 @@ SMALL_ENOUGH = {"pixels": (8, 15, 16, 17, 24, 33, 1025, 10**6, "16", 16.5, None)
 
 
 def values_of(key: str) -> st.SearchStrategy[Any]:
+    """Mostly values of the kind the key takes, so that many configurations come through."""
     if key in SMALL_ENOUGH:
         return st.sampled_from(SMALL_ENOUGH[key])
-    default = Experiment.model_fields[key].default
-    usual = WHOLE if isinstance(default, int) else REAL if isinstance(default, float) else TEXT
-    if key in ("participants", "units_per_client", "group_cap", "train_images"):
-        usual = WHOLE
-    if key == "tau":
-        usual = REAL
-    return st.one_of(
-        *[st.sampled_from(usual)] * 5,
-        st.sampled_from(WHOLE),
-        st.sampled_from(REAL),
-        st.sampled_from(TEXT),
-        st.sampled_from(OTHER),
-    )
+    field = Experiment.model_fields[key]
+    usual: tuple[Any, ...] = TEXT
+    if isinstance(field.default, bool):
+        usual = (True, False)
+    elif isinstance(field.default, int) or key in OPTIONAL_WHOLE:
+        usual = WHOLE[2:9]
+    elif isinstance(field.default, float) or key == "tau":
+        usual = REAL[4:15]
+    elif get_origin(field.annotation) is Literal:
+        usual = get_args(field.annotation)
+    wild = st.one_of(*(st.sampled_from(pool) for pool in (WHOLE, REAL, TEXT, OTHER)))
+    return st.one_of(*[st.sampled_from(usual)] * 6, wild)
 
 
-METHODS = ("xcal", "xcal-paper", "fl-dp", "fl", "centralized")
+OPTIONAL_WHOLE = ("participants", "units_per_client", "group_cap", "train_images")
+METHODS = tuple(CLIENT_METHODS)
 
 
 @st.composite
@@ -97,7 +99,6 @@ def first_step(values: dict[str, Any], folder: Path) -> str:
         assert len(charged) == (1 if federation.plans[client] is not None else 0)
         return "trained"
     except UserError as error:
-        charged = [r for r in read_rows(site.ledger_path) if r.kind == "charge"]
         raise AssertionError(f"accepted, and refused in its first step: {error}") from error
     raise AssertionError(f"accepted, and no step was made: {reply.report}")
 

@@ -40,6 +40,9 @@ def get_method(name: str) -> Method:
         return METHODS[name]
     if ":" in name:
         method: Method = load_object(name, "method")
+        for attribute in ("name", "private", "pooled", "uses", "plan", "step", "load_state"):
+            if not hasattr(method, attribute):
+                raise UserError(f"{name!r} is no method: it has no {attribute!r}; see the manual.")
         return method
     raise UserError(
         f"Unknown method {name!r}.{nearest(name, tuple(METHODS))}"
