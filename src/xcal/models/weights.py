@@ -21,7 +21,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Nothing in the file is executed: safetensors holds data only, and pickles are read by a loader
     that knows tensors and plain containers and refuses everything else.
     """
-    if not path.is_file():
+    try:
+        found = path.is_file()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
         raise UserError(f"there is no weights file {path}: check the path")
     if path.suffix == ".safetensors":
         try:

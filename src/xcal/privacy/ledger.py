@@ -136,7 +136,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, expected: Head | None = None) -> None:
         self.path = path
-        if not path.exists():
+        if not os.path.exists(path):  # False also for a name that no file can have
             head = read_head(path)
             raise refuse(
                 path,
