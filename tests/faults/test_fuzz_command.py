@@ -84,7 +84,7 @@ def test_any_words(
     name: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tuple(name.split())
-    for number in rounds(12 if path[0] in QUICK else 2):
+    for number in rounds(8 if path[0] in QUICK else 1):
         (here / "broken.bin").write_bytes(bytes(range(256)))
         (here / "broken.toml").write_bytes(b"method = 3\nepsilon = 'x'\n")
         (here / "folder").mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def test_any_experiment_file(
     """Damaged as by an editor: refused with nothing made, or trained to its end."""
     keys = {**TINY, "rounds": 1, "clients": 2, "road_images": 0, "road_test_images": 0}
     whole = to_toml({**keys, "method": "fl-dp"}).encode()
-    for number in rounds(60):
+    for number in rounds(40):
         rng = random.Random(f"toml {number}")
         text = damaged(whole, rng)
         if number % 3 == 0:  # a line from elsewhere

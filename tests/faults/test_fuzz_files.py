@@ -113,16 +113,16 @@ def dicom(root: Path) -> Path:
 
 SETS: dict[str, tuple[Callable[[Path], Path], str, int]] = {
     # what is imported, which of its files is damaged, how often
-    "zip": (lambda r: as_zip(pictures_folder(r / "set", "PNG", ".png")), "", 40),
-    "png": (lambda r: pictures_folder(r / "set", "PNG", ".png"), "a/0.png", 25),
-    "jpeg": (lambda r: pictures_folder(r / "set", "JPEG", ".jpg"), "a/0.jpg", 25),
-    "tiff": (lambda r: pictures_folder(r / "set", "TIFF", ".tiff"), "a/0.tiff", 25),
-    "gif": (lambda r: pictures_folder(r / "set", "GIF", ".gif"), "a/0.gif", 15),
-    "webp": (lambda r: pictures_folder(r / "set", "WEBP", ".webp"), "a/0.webp", 15),
-    "bmp": (lambda r: pictures_folder(r / "set", "BMP", ".bmp"), "a/0.bmp", 15),
-    "npz": (npz, "", 60),
-    "csv": (table, "", 40),
-    "dicom": (dicom, "a/0.dcm", 60),
+    "zip": (lambda r: as_zip(pictures_folder(r / "set", "PNG", ".png")), "", 25),
+    "png": (lambda r: pictures_folder(r / "set", "PNG", ".png"), "a/0.png", 12),
+    "jpeg": (lambda r: pictures_folder(r / "set", "JPEG", ".jpg"), "a/0.jpg", 12),
+    "tiff": (lambda r: pictures_folder(r / "set", "TIFF", ".tiff"), "a/0.tiff", 12),
+    "gif": (lambda r: pictures_folder(r / "set", "GIF", ".gif"), "a/0.gif", 8),
+    "webp": (lambda r: pictures_folder(r / "set", "WEBP", ".webp"), "a/0.webp", 8),
+    "bmp": (lambda r: pictures_folder(r / "set", "BMP", ".bmp"), "a/0.bmp", 8),
+    "npz": (npz, "", 40),
+    "csv": (table, "", 25),
+    "dicom": (dicom, "a/0.dcm", 30),
 }
 
 
@@ -167,7 +167,7 @@ def test_damaged_weights(ending: str, tmp_path: Path) -> None:
         torch.save(state, path, _use_new_zipfile_serialization=ending == ".pth")
     load_published(micro(3), read_weights(path))
     whole = path.read_bytes()
-    for number in rounds(150):
+    for number in rounds(100):
         path.write_bytes(damaged(whole, random.Random(f"{ending} {number}")))
         model = micro(3)
         before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -231,7 +231,7 @@ def _spend(path: Path) -> None:
 def test_damaged_ledgers(name: str, ledger: Path) -> None:
     home = ledger.parent
     kept = {p.name: p.read_bytes() for p in home.iterdir()}
-    for number in rounds(80):
+    for number in rounds(60):
         for file in home.iterdir():
             file.unlink()
         for file_name, content in kept.items():
@@ -259,7 +259,7 @@ def test_ledgers_that_hold_together_and_say_nonsense(ledger: Path) -> None:
     kept = ledger.read_bytes()
     combinations = [(s, k, b) for s in (1, 2, 4) for k in KINDS for b in BODIES]
     rng = random.Random(0)
-    for seq, kind, body in rng.sample(combinations, len(rounds(100, 3)[: len(combinations)])):
+    for seq, kind, body in rng.sample(combinations, len(rounds(60, 5)[: len(combinations)])):
         ledger.write_bytes(kept)
         with contextlib.closing(sqlite3.connect(ledger, isolation_level=None)) as connection:
             connection.execute("DROP TRIGGER no_update")
@@ -301,7 +301,7 @@ def test_damaged_files_of_a_run(tmp_path: Path) -> None:
         for p in (tmp_path / "cut").rglob("*")
         if p.is_file() and "sqlite" not in p.name and "lock" not in p.name
     )
-    for number in rounds(2 * len(names), 10):
+    for number in rounds(len(names), 20):
         rng = random.Random(f"run {number}")
         out = tmp_path / "again"
         shutil.rmtree(out, ignore_errors=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from wire import a_request, ask, changed
 
 from fuzzing import damaged, rounds, within
 from support import ROOT, tiny_home
+from wire import a_request, ask, changed
 from xcal.federation.answer import answer
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal, Reply, decode_answer, encode_request
@@ -57,7 +57,7 @@ def test_damaged_requests(home: Path) -> None:
     whole = encode_request(a_request())
     before = read_rows(home / "ledger.sqlite")
     refusals = 0
-    for number in rounds(150):
+    for number in rounds(80):
         data = damaged(whole, random.Random(f"request {number}"))
         with within(20, f"request {number}"):
             sent = answer(home, data)
@@ -73,7 +73,7 @@ def test_damaged_requests(home: Path) -> None:
         assert got.code != "internal", (number, ClientHome.open(home).refusals()[-1])
         assert read_rows(home / "ledger.sqlite") == before
         assert str(home).encode() not in sent
-    assert refusals > 100
+    assert refusals > 50
 
 
 NASTY: tuple[Any, ...] = (

@@ -104,7 +104,7 @@ def first_step(values: dict[str, Any], folder: Path) -> str:
 
 
 @settings(
-    max_examples=2000 if LONG else 80,
+    max_examples=1000 if LONG else 50,
     derandomize=not LONG,
     deadline=None,
     suppress_health_check=list(HealthCheck),

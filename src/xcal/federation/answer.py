@@ -107,6 +107,12 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
     with _naming("ledger"):
         rows = read_rows(home.ledger_path)
         runs, terms = runs_of(rows), terms_of(rows)
+    if terms.population != home.about.population:
+        raise Refused(
+            "ledger",
+            f"The ledger is that of the population {terms.population!r}, and home.toml says"
+            f" {home.about.population!r}: put the right ledger back.",
+        )
     if not method.private and terms.epsilon is not None:
         raise Refused("no-guarantee", f"The method {experiment.method!r} has no guarantee.")
     with torch_threads(home.about.threads), _naming("data"):
