@@ -57,9 +57,9 @@ test-web: install
 
 test-faults: install
 	@echo "== Faults: damaged files, full disks, hostile servers, at length =="
-	@XCAL_FAULTS=long $(PYTEST) tests/faults tests/properties/test_configurations.py
+	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py
 	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
-	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 2
 
 # Real processes on loopback; the engines are extras, so they are installed here.
 test-federation: install

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -314,9 +315,18 @@ Say = Callable[[str], None]
 
 
 def run_chain(
-    folder: Path, *, kills: int, seed: int, cold_every: int = 1, say: Say = lambda text: None
+    folder: Path,
+    *,
+    kills: int,
+    seed: int,
+    cold_every: int = 1,
+    seconds: float = math.inf,
+    say: Say = lambda text: None,
 ) -> Tally:
-    """Kill `kills` times. `cold_every = k`: every k-th command gets a process of its own."""
+    """Kill `kills` times, or as often as the time allows.
+
+    `cold_every = k`: every k-th command gets a process of its own, the others are forks.
+    """
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     rng, tally = random.Random(seed), Tally()
@@ -330,8 +340,12 @@ def run_chain(
     number, killed_in_run = 0, 0
     kinds: list[str] = []
     out, snapshot = folder / "run0", Snapshot()
-    while sum(tally.kills.values()) < kills or killed_in_run:
-        finishing = sum(tally.kills.values()) >= kills
+
+    def enough() -> bool:
+        return sum(tally.kills.values()) >= kills or time.monotonic() - began > seconds
+
+    while killed_in_run or not enough():
+        finishing = enough()
         launch = Command if number % cold_every == cold_every - 1 else ForkedXcal
         resumed = (out / "run.json").exists()
         words = ["run", "--resume", str(out)] if resumed else _start(out)
@@ -410,6 +424,9 @@ def record(tally: Tally, seed: int, cold_every: int) -> dict[str, Any]:
         "versions": versions(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "seed": seed,
+        "commands": "all in processes of their own"
+        if cold_every == 1
+        else f"every {cold_every}th in a process of its own, the others forked from a warm one",
         "configuration": KEYS,
         "kills": sum(tally.kills.values()),
         "kills_by_moment": dict(sorted(tally.kills.items())),
@@ -431,7 +448,7 @@ def as_text(figures: dict[str, Any]) -> str:
         "# A chain of kill −9",
         "",
         f"`{figures['command']}`, commit {figures['commit']}, {figures['machine']},"
-        f" torch {figures['versions']['torch']}.",
+        f" torch {figures['versions']['torch']}. Commands: {figures['commands']}.",
         "",
         "Commands are `xcal run` and `xcal run --resume`, killed at a moment drawn from the seed:",
         "by time, while starting, stepping, charging, saving, answering, writing the",
@@ -454,6 +471,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--cold-every", type=int, default=1, help="fork the other commands")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no kill after these")
     parser.add_argument("--record", type=Path, default=RESULTS, help="where figures go")
     chosen = parser.parse_args()
     print(f"seed {chosen.seed}", flush=True)
@@ -463,12 +481,14 @@ def main() -> None:
             kills=chosen.kills,
             seed=chosen.seed,
             cold_every=chosen.cold_every,
+            seconds=60 * chosen.minutes,
             say=lambda text: print(text, flush=True),
         )
     figures = record(tally, chosen.seed, chosen.cold_every)
     chosen.record.mkdir(parents=True, exist_ok=True)
-    (chosen.record / "kill-chain.json").write_text(json.dumps(figures, indent=2) + "\n")
-    (chosen.record / "kill-chain.md").write_text(as_text(figures))
+    stem = chosen.record / f"kill-chain-seed{chosen.seed}"
+    stem.with_suffix(".json").write_text(json.dumps(figures, indent=2) + "\n")
+    stem.with_suffix(".md").write_text(as_text(figures))
     print(as_text(figures))
 
 
