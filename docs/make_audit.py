@@ -6,10 +6,11 @@ python docs/make_audit.py benchmarks/results/audit
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from xcal.audit.pictures import draw_inversion, load_inverted
 
 HERE = Path(__file__).parent
 
@@ -198,14 +199,17 @@ def main(folder: Path) -> None:
         ("inversion", INVERSION, inversion),
     ):
         rows = [row for r in results for row in r.get(attack, ())]
+        if attack == "inversion":
+            rows.sort(key=lambda r: (r["network"] == "small", -(r["epsilon"] or 1e9), r["setting"]))
         if rows:
             text += lead + show(rows) + made_by(results, attack)
     path = folder / "mutants.json"
     if path.exists():
         text += MUTANTS + mutants(json.loads(path.read_text()))
     (HERE / "audit.md").write_text(text + TAIL)
-    if (folder / "inversion.png").exists():
-        shutil.copyfile(folder / "inversion.png", HERE / "inversion.png")
+    found = [r for path in sorted(folder.glob("*.npz")) for r in load_inverted(path)]
+    if found:
+        draw_inversion(found, HERE / "inversion.png")
 
 
 if __name__ == "__main__":

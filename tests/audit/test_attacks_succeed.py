@@ -126,6 +126,7 @@ def test_a_suite_writes_what_it_found(tmp_path: Path) -> None:
         (["one-run", "--canaries", "0"], "canaries"),
         (["membership", "--models", "5", "--method", "fl"], "even number"),
         (["inversion", "--set", "pixels=48"], "32 or 64"),
+        (["inversion", "--level", "much"], "level"),
         (["one-run", "--method", "fl-dp", "--set", "unit=group"], "unit"),
     ],
 )

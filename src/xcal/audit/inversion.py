@@ -40,7 +40,7 @@ class Settings:
     """How hard the attacker tries."""
 
     dlg_steps: int = 150
-    cosine_steps: int = 300
+    cosine_steps: int = 250
     cosine_rate: float = 0.1
     total_variation: float = 1e-4
     seed: int = 0
@@ -236,7 +236,7 @@ def invert(
     labels = read_label(update) if len(update.labels) == 1 else update.labels
     if len(labels) > 1:  # more pictures in one gradient take longer to come apart
         settings = replace(
-            settings, dlg_steps=3 * settings.dlg_steps, cosine_steps=3 * settings.cosine_steps
+            settings, dlg_steps=2 * settings.dlg_steps, cosine_steps=2 * settings.cosine_steps
         )
     raw = ATTACKS[attack](update, labels, settings)
     originals = to_pixels(update.originals)

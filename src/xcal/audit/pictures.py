@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -20,8 +23,10 @@ def column_title(result: Inverted) -> str:
 
 
 def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) -> None:
-    """Originals on the left, then one column a result; PSNR in dB under each picture."""
-    shown = [r for r in results if len(r.psnr) == len(results[0].psnr)]
+    """Single steps: originals on the left, a column each attack and level, PSNR underneath."""
+    shown = [r for r in results if r.setting == "one step"]
+    shown = [r for r in shown if r.network == shown[0].network]
+    shown.sort(key=lambda r: (r.attack != "dlg", -(r.epsilon or math.inf)))
     rows = min(rows, len(shown[0].psnr))
     width = (_CELL + _GAP) * (len(shown) + 1) + _GAP
     height = _HEAD + (_CELL + _FOOT + _GAP) * rows
@@ -43,3 +48,31 @@ def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) ->
                 pen.text((x, y + _CELL), f"{figures[row]:.1f} dB", fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.quantize(128).save(path, optimize=True)
+
+
+def save_inverted(results: Sequence[Inverted], path: Path) -> None:
+    """All originals and reconstructions, with what they are."""
+    about = [r.summary() | {"psnr": r.psnr, "ssim": r.ssim} for r in results]
+    arrays = {"about": np.array(json.dumps(about))}
+    for i, result in enumerate(results):
+        arrays[f"originals{i}"] = result.originals.numpy()
+        arrays[f"found{i}"] = result.found.numpy()
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+
+def load_inverted(path: Path) -> list[Inverted]:
+    """What `save_inverted` wrote."""
+    with np.load(path) as saved:
+        return [
+            Inverted(
+                one["setting"],
+                one["network"],
+                one["epsilon"],
+                one["attack"],
+                tuple(one["psnr"]),
+                tuple(one["ssim"]),
+                torch.from_numpy(saved[f"originals{i}"]),
+                torch.from_numpy(saved[f"found{i}"]),
+            )
+            for i, one in enumerate(json.loads(str(saved["about"])))
+        ]

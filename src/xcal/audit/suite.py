@@ -14,7 +14,7 @@ from xcal.audit.central import audit_clients
 from xcal.audit.inversion import Inverted, Settings, invert_all
 from xcal.audit.membership import infer_membership
 from xcal.audit.onerun import audit_method
-from xcal.audit.pictures import draw_inversion
+from xcal.audit.pictures import draw_inversion, save_inverted
 from xcal.config import Experiment, make_experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
@@ -53,7 +53,7 @@ class Effort:
     pictures: int = 4
     round_pictures: int = 2
     inversion: Settings = field(default_factory=Settings)
-    epsilons: tuple[float, ...] = (50.0, 5.0, 0.5)
+    levels: tuple[float | None, ...] = (None, 50.0, 5.0, 0.5)  # of inversion; None: no privacy
     confidence: float = 0.95
 
 
@@ -68,7 +68,7 @@ QUICK = Effort(
     pictures=1,
     round_pictures=2,
     inversion=Settings(dlg_steps=100, cosine_steps=200),
-    epsilons=(5.0,),
+    levels=(None, 5.0),
 )
 
 
@@ -193,8 +193,10 @@ class Suite:
             raise UserError("Gradient inversion is measured at pixels = 32 or 64.")
         data = self._data(max(count, 60))
         base = _experiment(self.keys, FOR_INVERSION, "fl")
-        levels: list[float | None] = [None, *effort.epsilons]
-        total = len(levels) * 2 * (effort.pictures + 1) + 2 * (effort.pictures + 1)
+        tried = [(smooth, effort.levels)]
+        if None in effort.levels:
+            tried.append(("small", (None,)))
+        total = sum(2 * len(levels) * (effort.pictures + 1) for _, levels in tried)
         done = 0
 
         def attacked(number: int) -> None:
@@ -202,7 +204,7 @@ class Suite:
             done += number
             self._on_work("inversion", done / total)
 
-        for network, epsilons in ((smooth, levels), ("small", [None])):
+        for network, epsilons in tried:
             self.inverted += invert_all(
                 base,
                 _some(data.train, 0, effort.pictures),
@@ -250,11 +252,6 @@ class Suite:
             out.mkdir(parents=True, exist_ok=True)
             write_json(out / "audit.json", result)
             if self.inverted:
-                draw_inversion(one_step(self.inverted), out / "inversion.png")
+                save_inverted(self.inverted, out / "inversion.npz")
+                draw_inversion(self.inverted, out / "inversion.png")
         return result
-
-
-def one_step(results: Sequence[Inverted]) -> list[Inverted]:
-    """What the picture shows: single steps of the smooth network, each attack at every level."""
-    chosen = [r for r in results if r.setting == "one step" and r.network != "small"]
-    return sorted(chosen, key=lambda r: (r.attack != "dlg", -(r.epsilon or 1e9)))

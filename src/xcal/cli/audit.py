@@ -25,6 +25,9 @@ def audit_command(
     canaries: int | None = typer.Option(None, help="Gradient canaries of the one-run audit."),
     models: int | None = typer.Option(None, help="Models of membership inference, even."),
     pictures: int | None = typer.Option(None, help="Pictures that inversion tries."),
+    level: list[str] = typer.Option(
+        [], help="An ε that inversion is tried at, or none; none, 50, 5, 0.5 if not given."
+    ),
     confidence: float = typer.Option(0.95, help="Of the lower bounds on ε."),
     out: Path = typer.Option(Path("runs/audit"), help="Where audit.json and pictures go."),
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON, nothing else."),
@@ -44,6 +47,8 @@ def audit_command(
     for name, least in (("gradient_canaries", 2), ("models", 4), ("pictures", 1)):
         if chosen.get(name, least) < least:
             raise UserError(f"{name.split('_')[-1]} is {chosen[name]}: choose at least {least}.")
+    if level:
+        chosen["levels"] = tuple(None if text == "none" else _level(text) for text in level)
     effort = replace(QUICK if quick else Effort(), confidence=confidence, **chosen)
     console = Console(stderr=as_json)
     with console.status("Preparing …") as status:
@@ -61,6 +66,16 @@ def audit_command(
         console.print(f"Everything is in {out}.")
     if result["broken"]:
         raise typer.Exit(1)
+
+
+def _level(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise UserError(f"level is {text!r}: give an ε greater than 0, or none.")
+    return value
 
 
 def show_audit(console: Console, result: dict[str, Any]) -> None:
