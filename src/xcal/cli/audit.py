@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,12 @@ def audit_command(
     effort = replace(QUICK if quick else Effort(), confidence=confidence, **chosen)
     console = Console(stderr=as_json)
     with console.status("Preparing …") as status:
+        watch = _Estimate()
         suite = Suite(
             dict(parse_set(text) for text in sets),
             method,
             effort,
-            lambda text, share: status.update(f"{text} … ({100 * share:.0f} % of this attack)"),
+            lambda text, share: status.update(watch.line(text, share)),
         )
         result = suite.run(attacks or [], out)
     if as_json:
@@ -66,6 +68,22 @@ def audit_command(
         console.print(f"Everything is in {out}.")
     if result["broken"]:
         raise typer.Exit(1)
+
+
+class _Estimate:
+    """How far an attack has come, and how long the rest takes at this pace."""
+
+    def __init__(self) -> None:
+        self._attack, self._began = "", 0.0
+
+    def line(self, text: str, share: float) -> str:
+        now, attack = time.monotonic(), text.partition(":")[0]
+        if attack != self._attack:
+            self._attack, self._began = attack, now
+        if share <= 0:
+            return f"{text} …"
+        left = (now - self._began) * (1 - share) / share
+        return f"{text} … {100 * share:.0f} % of this attack, about {left / 60:.0f} min left"
 
 
 def _level(text: str) -> float:
