@@ -213,13 +213,16 @@ def status_command(
     lead: Path | None = LEAD,
     watch: bool = typer.Option(False, "--watch", help="Until the run ends."),
     every: float = typer.Option(2.0, "--every", help="Seconds between looks."),
+    tensorboard: Path | None = typer.Option(
+        None, "--tensorboard", help="With --watch: write the same for TensorBoard to this folder."
+    ),
 ) -> None:
     """Show sites, runs and, of a run, its rounds: released quantities only."""
     from xcal.federation.nvflare import runs
 
     if watch and run is None:
         raise UserError("--watch needs a run's name.")
-    with runs.look(_lead(lead), run) as looking:
+    with runs.look(_lead(lead), run, tensorboard if watch else None) as looking:
         for line in looking.first():
             say(line)
         while watch and looking.goes_on():

@@ -12,6 +12,7 @@ from typing import Any
 
 from xcal.config import load_experiment
 from xcal.errors import UserError
+from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
 from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job
 from xcal.federation.nvflare.parties import Party, read_federation
@@ -148,8 +149,9 @@ def _enough(session: Lead, wanted: int) -> None:
 class Look:
     """A run as it comes along, in lines."""
 
-    def __init__(self, session: Lead, run: str | None) -> None:
+    def __init__(self, session: Lead, run: str | None, events: EventFile | None = None) -> None:
         self._session = session
+        self._events = events
         self._run = run
         self._job: Job | None = None
         self._told = 0
@@ -177,6 +179,8 @@ class Look:
         progress = self._session.progress(self._job) if self._job.running else None
         for record in (progress or {}).get("rounds", [])[self._told :]:
             self._told += 1
+            if self._events is not None:
+                self._events.round(record)
             yield round_line(record, (progress or {}).get("total"))
         state = (progress or {}).get("state") or self._job.status
         if state != self._last:
@@ -187,9 +191,15 @@ class Look:
 
 
 @contextmanager
-def look(lead: Path, run: str | None) -> Iterator[Look]:
+def look(lead: Path, run: str | None, events: Path | None = None) -> Iterator[Look]:
+    """`events`: a folder for TensorBoard, which gets what is told and nothing else."""
     with Lead.session(Party.find(lead)) as session:
-        yield Look(session, run)
+        file = None if events is None else EventFile(events)
+        try:
+            yield Look(session, run, file)
+        finally:
+            if file is not None:
+                file.close()
 
 
 def round_line(record: dict[str, Any], total: int | None) -> str:
