@@ -8,13 +8,14 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as tensors_to_bytes
-from torch import Tensor
 
 from xcal.errors import UserError
+
+if TYPE_CHECKING:  # commands that only read and write text need not wait for torch
+    from torch import Tensor
 
 
 def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
@@ -76,6 +77,8 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, sync: bool = True
 ) -> None:
     """Tensors and a JSON description in one file."""
+    from safetensors.torch import save as tensors_to_bytes
+
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     write_bytes(path, tensors_to_bytes(plain, {"about": json.dumps(about)}), sync=sync)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xcal.config import make_experiment, read_toml
 from xcal.errors import UserError
-from xcal.federation.home import ClientHome, HomeTable, create_home
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.parties import Invitation, Party, read_federation
-from xcal.federation.policy import Policy
+
+if TYPE_CHECKING:  # homes bring torch, which starting and halting need not wait for
+    from xcal.federation.home import ClientHome
 
 
 def init_local(
@@ -46,6 +48,9 @@ def local_home(
     party: Party, experiment: Path, shard: int, seed: int | None = None, runs: int = 2
 ) -> ClientHome:
     """A home for a site that plays along on this machine."""
+    from xcal.federation.home import HomeTable, create_home
+    from xcal.federation.policy import Policy
+
     made = make_experiment(read_toml(experiment), str(experiment))
     about = HomeTable.model_validate(
         {
