@@ -1,6 +1,6 @@
 """What Flower's simulation costs beside the local engine: start-up and seconds a round.
 
-    python benchmarks/flower_cost.py [CLIENTS …]        (default 3 10 50)
+    python benchmarks/flower_cost.py [CLIENTS …]        (default 3 50)
 
 Runs the real command on both engines, one after the other, and checks that the models are equal bit
 for bit. Writes benchmarks/results/flower.csv and the table in docs/flower.md's own words to
@@ -27,13 +27,13 @@ from xcal.federation.files import read_tensors
 from xcal.federation.folder import command, commit, versions
 
 RESULTS = Path(__file__).parent / "results"
-ROUNDS = 6
+ROUNDS = 4
 KEYS = {
     "method": "xcal",
     "data": "smear",
     "network": "small",
     "pixels": 32,
-    "train_images": 3000,
+    "train_images": 2000,
     "batch": 20,
     "rounds": ROUNDS,
     "threads": 1,
@@ -71,7 +71,7 @@ def run(engine: str, clients: int, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    sizes = [int(word) for word in sys.argv[1:]] or [3, 10, 50]
+    sizes = [int(word) for word in sys.argv[1:]] or [3, 50]
     rows = []
     for clients in sizes:
         with tempfile.TemporaryDirectory() as folder:
