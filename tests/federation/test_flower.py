@@ -28,6 +28,9 @@ missing = find_spec("flwr") is None or find_spec("ray") is None
 with_flower = pytest.mark.skipif(
     missing, reason="the extra flower is not installed: make test-federation installs it"
 )
+at_length = pytest.mark.skipif(
+    "XCAL_TEST_FEDERATION" not in os.environ, reason="`make test-federation` runs it"
+)
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -88,7 +91,9 @@ def test_the_simulation_gives_the_local_engines_result(tmp_path: Path) -> None:
 
 
 @with_flower
+@at_length
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     quick = {"method": "xcal", "rounds": 12, "road_images": 0, "road_test_images": 0}
@@ -219,6 +224,7 @@ def wait_for(path: Path, deployment: Deployment, seconds: float) -> None:
 
 
 @with_flower
+@at_length
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_superlink_and_supernodes_give_the_local_engines_result(
