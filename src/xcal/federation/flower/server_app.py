@@ -1,12 +1,14 @@
-"""The ServerApp of a deployment: SuperLink here, a SuperNode with a home at every client.
+"""The ServerApp: the server's loop over a grid of real SuperNodes, or of simulated ones.
 
     flwr run deploy/flower silo -c 'experiment="/path/experiment.toml" out="/path/run"'
 
-The same command again resumes the run: it goes on from its last complete round.
+The same command again resumes the run: it goes on from its last complete round. With
+`simulated=true` the nodes are Flower's own simulation, as under `xcal run --engine flower`.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from flwr.serverapp import Grid, ServerApp
 
 from xcal.config import load_experiment
 from xcal.errors import UserError
-from xcal.federation.coordinator import Silent
+from xcal.federation.coordinator import Progress, Silent
 from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.carrier import GridCarrier
 from xcal.federation.folder import RunFolder
-from xcal.federation.local import run_experiment
-from xcal.federation.setup import prepare_remote
+from xcal.federation.local import run_experiment, threads_of
+from xcal.federation.setup import Federation, prepare, prepare_remote
+from xcal.federation.simulated import make_homes
 
 app = ServerApp()
 
@@ -37,6 +40,27 @@ class Spoken(Silent):
         print(f"round {record['round'] + 1}: validation F1 {shown}, {'; '.join(told)}", flush=True)
 
 
+def run_simulated(
+    grid: Grid,
+    folder: RunFolder,
+    progress: Progress | None = None,
+    federation: Federation | None = None,
+    stop: threading.Event | None = None,
+) -> dict[str, Any]:
+    """A run whose clients are a simulation's nodes: their homes are made in the run's folder."""
+    experiment = folder.experiment
+    if experiment.homes is not None:
+        raise UserError(
+            "Flower's simulation makes homes of its own: leave out homes, or give every SuperNode"
+            " its home in a deployment."
+        )
+    known = federation or prepare(experiment, new=False)
+    make_homes(folder, known, threads_of(folder))
+    carrier = GridCarrier(grid, homes=folder.path.resolve() / "clients", stop=stop)
+    carrier.find(len(known.names))
+    return run_experiment(folder, progress, known, carrier)
+
+
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """One federated run over the SuperNodes that are connected."""
@@ -50,6 +74,9 @@ def main(grid: Grid, context: Context) -> None:
         path = settings.get("experiment")
         made, given = load_experiment(Path(str(path)).expanduser() if path else None)
         folder = RunFolder.create(out, made, sorted(given))
+    if settings.get("simulated"):
+        _done(run_simulated(grid, folder, Spoken()), out)
+        return
     experiment = folder.experiment
     carrier = GridCarrier(grid)
     wait = float(settings.get("wait-seconds") or 600)
@@ -60,5 +87,8 @@ def main(grid: Grid, context: Context) -> None:
     else:
         names = carrier.find(experiment.clients, wait)
         write_json(listed, list(names))
-    result = run_experiment(folder, Spoken(), prepare_remote(experiment, names), carrier)
+    _done(run_experiment(folder, Spoken(), prepare_remote(experiment, names), carrier), out)
+
+
+def _done(result: dict[str, Any], out: Path) -> None:
     print(f"test macro F1 {result['macro_f1']:.3f}; everything is in {out}", flush=True)

@@ -17,9 +17,7 @@ from typing import Any
 from xcal.errors import UserError
 from xcal.federation.coordinator import Progress
 from xcal.federation.folder import RunFolder
-from xcal.federation.local import run_experiment, threads_of
 from xcal.federation.setup import Federation, prepare
-from xcal.federation.simulated import make_homes
 
 # Nothing is reported or fetched behind the user's back, and Ray is quiet.
 _ENVIRONMENT = {
@@ -69,17 +67,10 @@ def run_on_flower(
     """
     if folder.result is not None:
         return folder.result
-    experiment = folder.experiment
-    if experiment.homes is not None:
-        raise UserError(
-            "Flower's simulation makes homes of its own: leave out homes, or give every SuperNode"
-            " its home in a deployment."
-        )
     given = resources or Resources()
     if given.cpus <= 0 or given.gpus < 0:
         raise UserError("A client needs more than 0 CPUs and at least 0 GPUs.")
-    known = federation or prepare(experiment, new=False)
-    make_homes(folder, known, threads_of(folder))
+    known = federation or prepare(folder.experiment, new=False)
     with _quiet_environment():
         return _simulate(folder, progress, known, given)
 
@@ -92,8 +83,9 @@ def _simulate(
         from flwr.serverapp import Grid, ServerApp
         from flwr.simulation import run_simulation
 
-        from xcal.federation.flower.carrier import GridCarrier, Stopped
+        from xcal.federation.flower.carrier import Stopped
         from xcal.federation.flower.client_app import app as client_app
+        from xcal.federation.flower.server_app import run_simulated
     except ImportError:
         raise UserError(
             "The engine flower is not installed: pip install 'xcal-fl[flower]'."
@@ -106,10 +98,8 @@ def _simulate(
 
     @server_app.main()
     def main(grid: Grid, _context: Context) -> None:
-        carrier = GridCarrier(grid, homes=folder.path.resolve() / "clients", stop=stop)
         try:
-            carrier.find(len(federation.names))
-            results.append(run_experiment(folder, progress, federation, carrier))
+            results.append(run_simulated(grid, folder, progress, federation, stop))
         except Stopped:
             return
         except BaseException as error:  # carried over to the caller's thread
