@@ -50,6 +50,8 @@ def run_command(
                 "Say where the run goes with --out DIR, or continue one with --resume DIR."
             )
         made, given = load_experiment(experiment, sets)
+        if engine == "flower" and made.homes is not None:
+            raise UserError("Flower's simulation makes homes of its own: leave out homes.")
         console.print(f"Preparing {made.data} for {made.method}, {made.clients} clients …")
         federation = prepare(made)
         folder = RunFolder.create(out, made, sorted(given))
