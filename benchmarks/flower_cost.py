@@ -4,8 +4,8 @@
 
 Runs the real command on both engines, one after the other, and checks that the models are equal bit
 for bit. Both wall-clock and CPU seconds are told, the latter over all processes of a run: they mean
-something on a busy machine too. Writes benchmarks/results/flower.csv and the table in docs/flower.md's own words to
-benchmarks/results/flower.md.
+something on a busy machine too. Writes benchmarks/results/flower.csv, in which rows of other numbers
+of clients stay, and benchmarks/results/flower.md.
 """
 
 from __future__ import annotations
@@ -99,6 +99,15 @@ def run(engine: str, clients: int, out: Path) -> dict[str, Any]:
     }
 
 
+def earlier(sizes: list[int]) -> list[dict[str, Any]]:
+    """Rows of an earlier call for other numbers of clients."""
+    path = RESULTS / "flower.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if int(row["clients"]) not in sizes]
+
+
 def main() -> None:
     sizes = [int(word) for word in sys.argv[1:]] or [3, 50]
     rows = []
@@ -117,6 +126,7 @@ def main() -> None:
             if not same:
                 raise SystemExit(f"the engines' models differ at {clients} clients")
     RESULTS.mkdir(exist_ok=True)
+    rows = sorted(earlier(sizes) + rows, key=lambda row: int(row["clients"]))
     with open(RESULTS / "flower.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
