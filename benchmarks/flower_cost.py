@@ -4,8 +4,8 @@
 
 Runs the real command on both engines, one after the other, and checks that the models are equal bit
 for bit. Both wall-clock and CPU seconds are told, the latter over all processes of a run: they mean
-something on a busy machine too. Writes benchmarks/results/flower.csv, in which rows of other numbers
-of clients stay, and benchmarks/results/flower.md.
+something on a busy machine too. Writes benchmarks/results/flower.csv, in which the rows of other
+numbers of clients stay, and benchmarks/results/flower.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEYS = {
     "network": "small",
     "pixels": 32,
     "train_images": 1000,
-    "batch": 20,
+    "batch": 10,
     "rounds": ROUNDS,
     "threads": 1,
     "validation_images": 60,
