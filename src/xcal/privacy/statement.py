@@ -15,8 +15,8 @@ RELATION = (
 )
 SERVER_SEES = (
     "after every round a client's weights, which are made of noisy releases only; its declared"
-    " number of units; its noise multipliers, released signals, odometer and ledger head, all of"
-    " them functions of releases and public constants; and that it took part"
+    " number of units; its noise multipliers, clipping norms, released signals, odometer and ledger"
+    " head, all of them functions of releases and public constants; and that it took part"
 )
 NOT_PROTECTED = (
     "timing (durations follow the drawn batch's size)",
