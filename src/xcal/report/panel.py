@@ -1,7 +1,8 @@
 """The qualitative figure: the same test images under every method and every ε.
 
 One block an image. In a block the rows are the methods with a guarantee and the columns their ε,
-from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞.
+from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞, and name
+their nominal ε, if they have one, in brackets.
 
 One colour scale serves all maps of the figure. Models differ in how large their logits are, and so
 in how large their maps are, which says nothing of where they look; so a map is shown in multiples
