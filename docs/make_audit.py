@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from xcal.audit.inversion import Inverted
 from xcal.audit.pictures import draw_inversion, load_inverted
+from xcal.audit.similarity import psnr
 
 HERE = Path(__file__).parent
 
@@ -68,8 +70,9 @@ for which success is stated is a LeNet with sigmoids and no normalisation
 (`xcal.audit.networks:lenet32`): its gradients hold the picture, brightness and all. `small`
 standardises its input and has ReLUs after GroupNorm; its pictures are given the originals' mean and
 deviation per channel before they are compared, which flatters the attack, and it still finds
-nothing. The private updates are those of `fl-dp` with one image and full sampling, the least
-favourable case for the defender.
+nothing. The private updates are those of `fl-dp` at a client with nothing but these images: nobody
+else's gradient hides them. The attacker's settings are the same everywhere; a prior that is smoother
+would turn its noise into grey, which has {grey:.1f} dB (each picture's own mean colour).
 
 ![Reconstructions beside originals](inversion.png)
 
@@ -180,18 +183,28 @@ def mutants(found: dict[str, Any]) -> str:
 
 
 def made_by(results: list[dict[str, Any]], attack: str) -> str:
+    """Commands and the code that was run."""
     lines = []
     for r in results:
         if attack in r:
-            commit = (r["commit"] or "unknown")[:9]
-            lines.append(f"`{r['command']}` ({r['seconds'][attack]:.0f} s, commit {commit})")
+            code = r.get("code") or f"commit {(r['commit'] or 'unknown')[:9]}"
+            lines.append(f"`{r['command']}` ({code})")
     return "Made by " + "; ".join(lines) + ".\n\n" if lines else ""
+
+
+def grey(found: list[Inverted]) -> float:
+    """The median PSNR of answering with each original's own mean colour."""
+    originals = found[0].originals
+    return float(
+        psnr(originals, originals.mean((2, 3), keepdim=True).expand_as(originals)).median()
+    )
 
 
 def main(folder: Path) -> None:
     results = [
         json.loads(p.read_text()) for p in sorted(folder.glob("*.json")) if p.stem != "mutants"
     ]
+    found = [r for path in sorted(folder.glob("*.npz")) for r in load_inverted(path)]
     text = HEAD
     for attack, lead, show in (
         ("one-run", ONE_RUN, one_run),
@@ -202,12 +215,12 @@ def main(folder: Path) -> None:
         if attack == "inversion":
             rows.sort(key=lambda r: (r["network"] == "small", -(r["epsilon"] or 1e9), r["setting"]))
         if rows:
+            lead = lead.replace("{grey:.1f}", f"{grey(found):.1f}") if found else lead
             text += lead + show(rows) + made_by(results, attack)
     path = folder / "mutants.json"
     if path.exists():
         text += MUTANTS + mutants(json.loads(path.read_text()))
     (HERE / "audit.md").write_text(text + TAIL)
-    found = [r for path in sorted(folder.glob("*.npz")) for r in load_inverted(path)]
     if found:
         draw_inversion(found, HERE / "inversion.png")
 

@@ -37,10 +37,10 @@ def pictures(first: int, count: int, pixels: int = 16) -> Images:
 
 
 def test_canaries_are_found_without_privacy() -> None:
-    keys = {"method": "fl", "pixels": 16, "batch": 16, "rounds": 20, "lr": 0.3, "clients": 1}
+    keys = {"method": "fl", "pixels": 16, "batch": 16, "rounds": 15, "lr": 0.3, "clients": 1}
     made = make_experiment(keys, "the test")
     audits = audit_method(
-        made, pictures(0, 20), 8, canary="mislabelled", canaries=60, pictures=pictures(20, 60)
+        made, pictures(0, 8), 8, canary="mislabelled", canaries=48, pictures=pictures(8, 48)
     )
     final = audits[-1]
     assert final.view == "final"

@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -18,7 +20,8 @@ _CELL, _GAP, _HEAD, _FOOT = 80, 6, 30, 14
 
 
 def column_title(result: Inverted) -> str:
-    level = "no privacy" if result.epsilon is None else f"ε = {result.epsilon:g}"
+    # The built-in font has no Greek.
+    level = "no privacy" if result.epsilon is None else f"epsilon {result.epsilon:g}"
     return f"{result.attack}\n{level}"
 
 
@@ -41,7 +44,7 @@ def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) ->
         pen.multiline_text((x, 2), title, fill="black", font=font, spacing=1)
         for row in range(rows):
             y = _HEAD + row * (_CELL + _FOOT + _GAP)
-            values = (pictures[row].permute(1, 2, 0).numpy() * 255).round().astype(np.uint8)
+            values = _bytes(pictures[row].permute(1, 2, 0))
             cell = Image.fromarray(values).resize((_CELL, _CELL), Image.Resampling.NEAREST)
             canvas.paste(cell, (x, y))
             if figures is not None:
@@ -50,13 +53,17 @@ def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) ->
     canvas.quantize(128).save(path, optimize=True)
 
 
+def _bytes(pictures: Tensor) -> NDArray[np.uint8]:
+    return (pictures.numpy() * 255).round().astype(np.uint8)
+
+
 def save_inverted(results: Sequence[Inverted], path: Path) -> None:
     """All originals and reconstructions, with what they are."""
     about = [r.summary() | {"psnr": r.psnr, "ssim": r.ssim} for r in results]
-    arrays = {"about": np.array(json.dumps(about))}
+    arrays: dict[str, NDArray[Any]] = {"about": np.array(json.dumps(about))}
     for i, result in enumerate(results):
-        arrays[f"originals{i}"] = result.originals.numpy()
-        arrays[f"found{i}"] = result.found.numpy()
+        arrays[f"originals{i}"] = _bytes(result.originals)
+        arrays[f"found{i}"] = _bytes(result.found)
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
@@ -71,8 +78,8 @@ def load_inverted(path: Path) -> list[Inverted]:
                 one["attack"],
                 tuple(one["psnr"]),
                 tuple(one["ssim"]),
-                torch.from_numpy(saved[f"originals{i}"]),
-                torch.from_numpy(saved[f"found{i}"]),
+                torch.from_numpy(saved[f"originals{i}"]).float() / 255,
+                torch.from_numpy(saved[f"found{i}"]).float() / 255,
             )
             for i, one in enumerate(json.loads(str(saved["about"])))
         ]
