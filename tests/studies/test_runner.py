@@ -18,6 +18,7 @@ import pytest
 from support import TINY, xcal_environment, xcal_process
 from xcal.errors import UserError
 from xcal.studies.cell import Talk, explained_subset, run_cell
+from xcal.studies.declared import declare
 from xcal.studies.grid import Cell, Grid
 from xcal.studies.runner import Options, how_many, run_grid
 from xcal.studies.store import CellResult, Results, TestSet, merge, pack, table_text
@@ -88,7 +89,7 @@ run_grid(Grid("tiny", "smoke", cells), Options(Path(sys.argv[2]), Path(sys.argv[
 
 @pytest.mark.slow
 def test_kill_nine_and_go_on(tmp_path: Path) -> None:
-    cells = (tiny_cell(rounds=400), tiny_cell(rounds=2, seed=1))
+    cells = (tiny_cell(rounds=400),)
     results, work = tmp_path / "results", tmp_path / "work"
     orders = json.dumps([dict(c.keys) for c in cells])
     runner = subprocess.Popen(
@@ -96,7 +97,7 @@ def test_kill_nine_and_go_on(tmp_path: Path) -> None:
     )
     checkpoint = work / "smoke" / cells[0].id / "checkpoint.safetensors"
     deadline = time.monotonic() + 120
-    while not (checkpoint.exists() and Results(results).has(cells[1])):
+    while not checkpoint.exists():
         assert time.monotonic() < deadline and runner.poll() is None
         time.sleep(0.1)
     runner.send_signal(signal.SIGKILL)
@@ -120,7 +121,7 @@ def test_kill_nine_and_go_on(tmp_path: Path) -> None:
     # A cell that goes on must not begin again: what it had is still in its folder.
     grid = Grid("tiny", "smoke", cells)
     out = run_grid(grid, Options(results, work, jobs=1, limit_minutes=0.0))
-    assert out.out_of_time and out.finished == 1
+    assert out.out_of_time and out.finished == 0
     assert len((lock / "rounds.jsonl").read_text().splitlines()) >= before
 
 
@@ -141,8 +142,10 @@ def test_smoke_takes_less_than_a_minute_and_is_not_repeated(tmp_path: Path) -> N
         r["commit"] and r["versions"] and r["command"].startswith("xcal study") for r in rows
     )
     assert not list((tmp_path / "work" / "smoke").glob("*/model.safetensors"))
-    again = xcal_process(*words)
-    assert "3 of 3 cells are finished already" in again.stdout
+    again = run_grid(
+        declare("privacy-utility", "smoke"), Options(results, tmp_path / "no such folder")
+    )
+    assert again.finished == 3 and not (tmp_path / "no such folder").exists()
     size = sum(p.stat().st_size for p in results.rglob("*") if p.is_file())
     assert size < 40_000
 

@@ -9,7 +9,8 @@ import pytest
 
 import xcal
 from made_up import made_up_results
-from support import TINY, xcal_process
+from support import TINY
+from xcal.cli.report import report_command
 from xcal.errors import UserError
 from xcal.report.figures import Figure, Line, thinned
 from xcal.report.report import Material, gather, report_page
@@ -99,11 +100,10 @@ def test_long_series_are_thinned_to_their_ends() -> None:
     assert thinned([1, 2], 10) == [1, 2]
 
 
-@pytest.mark.slow
-def test_the_command(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    done = xcal_process("report", str(folder / "runs" / "xcal"), "--out", str(out), "--images", "1")
-    assert done.returncode == 0, done.stderr
-    assert "The report on 1 run is in" in done.stdout and out.stat().st_size > 1_000_000
-    missing = xcal_process("report", str(tmp_path / "nothing"))
-    assert missing.returncode == 2 and missing.stderr.startswith("xcal: ")
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "page.html"
+    report_command([folder / "runs" / "xcal"], out=out, images=1, figures=None)
+    assert "The report on 1 run is in" in capsys.readouterr().out
+    assert out.stat().st_size > 1_000_000
+    with pytest.raises(UserError, match="holds no finished run"):
+        report_command([tmp_path / "nothing"], out=out, images=1, figures=None)
