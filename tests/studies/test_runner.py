@@ -96,12 +96,14 @@ def test_kill_nine_and_go_on(tmp_path: Path) -> None:
         [sys.executable, "-c", RUNNER, orders, str(results), str(work)], env=xcal_environment()
     )
     checkpoint = work / "smoke" / cells[0].id / "checkpoint.safetensors"
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists():
-        assert time.monotonic() < deadline and runner.poll() is None
-        time.sleep(0.1)
-    runner.send_signal(signal.SIGKILL)
-    runner.wait()
+    deadline = time.monotonic() + 240
+    try:
+        while not checkpoint.exists():
+            assert time.monotonic() < deadline and runner.poll() is None
+            time.sleep(0.1)
+    finally:
+        runner.send_signal(signal.SIGKILL)
+        runner.wait()
     lock = work / "smoke" / cells[0].id
     long = Results(results)
     # The cell ends with its runner: the folder is free again, and nothing came of it yet.
