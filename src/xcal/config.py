@@ -91,7 +91,7 @@ class Experiment(BaseModel):
     )
     # local training
     batch: Whole = Field(64, description="expected batch B")
-    lr: Positive = Field(1.5, description="learning rate η")
+    lr: Annotated[float, Field(gt=0, le=1e30)] = Field(1.5, description="learning rate η")
     clip: Positive = Field(1.0, description="clipping norm C; in dp-fedavg S, of a client's update")
     optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")
