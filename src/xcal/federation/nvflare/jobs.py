@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class Job:
     id: str
     run: str
     status: str
-    submitted: str
+    submitted: float
 
     @property
     def running(self) -> bool:
@@ -115,11 +115,12 @@ class Lead:
                 id=str(m.get("job_id", "")),
                 run=str(m.get("name") or m.get("job_name") or ""),
                 status=str(m.get("status", "?")),
-                submitted=str(m.get("submit_time", "")),
+                submitted=float(m.get("submit_time") or 0.0),
             )
             for m in listed
         ]
-        return [j for j in found if run is None or j.run == run]
+        chosen = [j for j in found if run is None or j.run == run]
+        return sorted(chosen, key=lambda j: j.submitted)
 
     def last(self, run: str) -> Job:
         found = self.jobs(run)
@@ -139,6 +140,13 @@ class Lead:
 
     def stop(self, job: Job) -> None:
         self._session.abort_job(job.id)
+
+    def give_up(self, job: Job) -> None:
+        """End a job if there is anything left of it: a killed server leaves only its name."""
+        from nvflare.fuel.flare_api.api_spec import InternalError, JobNotRunning
+
+        with suppress(InternalError, JobNotRunning):
+            self._session.abort_job(job.id)
 
     def fetch(self, job: Job, destination: Path) -> Path:
         """What the server's end left of a job, under `destination`; need not exist."""

@@ -88,7 +88,7 @@ def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> s
             raise UserError(f"The run {run!r} is being worked on: stop it first.")
         for job in session.jobs(run):
             if job.running:  # left behind by a server that was killed: FLARE never ends it itself
-                session.stop(job)
+                session.give_up(job)
         known = party.folder / "jobs" / run / "meta.json"
         wanted = quorum or (read_json(known)["min_clients"] if known.exists() else 1)
         _enough(session, wanted)
@@ -161,8 +161,8 @@ class Look:
         there = self._session.connected()
         yield f"connected: {', '.join(there) or 'no site'}"
         if self._run is None:
-            jobs = self._session.jobs()
-            for job in jobs:
+            jobs = {job.run: job for job in self._session.jobs()}  # the last submission counts
+            for job in jobs.values():
                 yield f"{job.run:30} {job.status}"
             if not jobs:
                 yield "no runs yet"
