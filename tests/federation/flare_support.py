@@ -27,6 +27,7 @@ LONG = [
         "XCAL_TEST_FEDERATION" not in os.environ, reason="`make test-federation` runs it"
     ),
 ]
+LISTENS = "added secure port"  # what the server's log says when it is up
 SITES = ("hospital-a", "hospital-b", "hospital-c")
 VIEWER = "auditor@three.example"
 
@@ -114,7 +115,13 @@ class Federation:
 
     def start(self, *names: str) -> None:
         for name in names or ("server", *SITES):
+            if name == "server":
+                self.starts = self._server_log().count(LISTENS) + 1
             process.start(self.party(name))
+
+    def _server_log(self) -> str:
+        log = self.party("server").kit / "log.txt"
+        return log.read_text() if log.exists() else ""
 
     def kill(self, name: str) -> None:
         """As a power cut: every process of the party, at once."""
@@ -128,12 +135,16 @@ class Federation:
 
     def wait_connected(self, *names: str) -> None:
         """Until the server's own log tells that the sites joined since it was last started."""
-        log = self.party("server").kit / "log.txt"
 
         def joined() -> bool:
-            text = log.read_text() if log.exists() else ""
-            text = text[text.rfind("added secure port") :] if "added secure port" in text else ""
-            return all(f"New client {name}@" in text for name in names or SITES)
+            text = self._server_log()
+            if text.count(LISTENS) < self.starts:
+                return False
+            text = text[text.rfind(LISTENS) :]
+            return all(
+                f"New client {name}@" in text or f"Re-activate the client: {name} " in text
+                for name in names or SITES
+            )
 
         wait_for(joined, "the sites to join", 240)
 
