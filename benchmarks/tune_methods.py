@@ -16,7 +16,7 @@ import csv
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def names() -> list[str]:
     return [*METHODS, *(n for n, keys in VARIANTS.items() if known(keys))]
 
 
-def cells(chosen: list[str]) -> Iterator[Cell]:
+def cells(chosen: list[str], seeds: Sequence[int] = SEEDS) -> Iterator[Cell]:
     """One seed of all methods before the next, so that a search cut short compares them all."""
-    for seed in SEEDS:
+    for seed in seeds:
         for name in chosen:
             clips: tuple[float | None, ...] = CLIPS
             if "clip" not in METHODS[keys_of(name)["method"]].uses:
@@ -145,9 +145,9 @@ def run(cell: Cell, base: Federation) -> dict[str, Any]:
     }
 
 
-def search(chosen: list[str]) -> None:
+def search(chosen: list[str], seeds: Sequence[int]) -> None:
     done = read()
-    missing = [c for c in cells(chosen) if c.key not in done]
+    missing = [c for c in cells(chosen, seeds) if c.key not in done]
     bases: dict[tuple[str, int], Federation] = {}
     for number, cell in enumerate(missing, start=1):
         place = (cell.method, cell.seed)
@@ -213,6 +213,7 @@ def write() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("methods", nargs="*", help="only these; all if none is given")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="only these")
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/methods.md")
     given = parser.parse_args()
@@ -221,4 +222,4 @@ if __name__ == "__main__":
     elif given.write:
         write()
     else:
-        search(given.methods or names())
+        search(given.methods or names(), given.seeds)
