@@ -75,6 +75,13 @@ def run_on_flower(
         return _simulate(folder, progress, known, given)
 
 
+def _cause(error: BaseException) -> str:
+    """The first line of what was wrong at first, beneath what was made of it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 def _simulate(
     folder: RunFolder, progress: Progress | None, federation: Federation, given: Resources
 ) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def _simulate(
             "The engine flower is not installed: pip install 'xcal-fl[flower]'."
         ) from None
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what fails is told below
     server_app, stop = ServerApp(), threading.Event()
     results: list[dict[str, Any]] = []
     errors: list[BaseException] = []
@@ -123,8 +130,9 @@ def _simulate(
     except (RuntimeError, ValueError, ConnectionError) as error:
         if not errors and not results:
             raise UserError(
-                f"Flower's simulation failed ({error}): is Ray's cluster there, and are there CPUs"
-                " and GPUs enough for one client? Resume the run when it is."
+                f"Flower's simulation failed ({_cause(error)}): is Ray's cluster there, are there"
+                " CPUs and GPUs enough for one client, and is the machine not overloaded? Resume"
+                " the run when it is so."
             ) from error
     finally:
         stop.set()
