@@ -71,7 +71,7 @@ for which success is stated is a LeNet with sigmoids and no normalisation
 standardises its input and has ReLUs after GroupNorm; its pictures are given the originals' mean and
 deviation per channel before they are compared, which flatters the attack, and it still finds
 nothing. The private updates are those of `fl-dp` at a client with nothing but these images: nobody
-else's gradient hides them. The attacker's settings are the same everywhere; a prior that is smoother
+else's gradient hides them. The attacker's settings are the same everywhere; a smoother prior
 would turn its noise into grey, which has {grey:.1f} dB (each picture's own mean colour).
 
 ![Reconstructions beside originals](inversion.png)
