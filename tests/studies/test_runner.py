@@ -200,3 +200,13 @@ def test_a_grid_without_its_weights_is_refused_before_it_starts(
     with pytest.raises(UserError, match="--weights"):
         run_grid(Grid("x", "laptop", (cell,)), Options(tmp_path / "r", tmp_path / "w"))
     assert not (tmp_path / "w").exists()
+
+
+def test_a_grid_without_its_data_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "empty"))
+    cell = Cell("laptop", {**tiny_cell().keys, "data": "blood-cells"}, 20)
+    with pytest.raises(UserError, match=r"no data set called 'blood-cells'.*--data"):
+        run_grid(Grid("x", "laptop", (cell,)), Options(tmp_path / "r", tmp_path / "w"))
+    assert not (tmp_path / "w").exists()

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from xcal.data.store import read_info
 from xcal.errors import UserError
 from xcal.studies.grid import BUSY, Cell, Grid, without_repetition
 from xcal.studies.store import Results
@@ -130,6 +131,17 @@ def default_weights(given: Path | None) -> Path | None:
     return None
 
 
+def check_data(cells: Sequence[Cell]) -> None:
+    """Refuse a grid whose data sets are not on this machine, before hundreds of cells fail."""
+    for name, pixels in sorted({(str(c.keys["data"]), int(c.keys["pixels"])) for c in cells}):
+        if name == "smear" or ":" in name:  # drawn, or a function of the user's own
+            continue
+        try:
+            read_info(name, pixels)
+        except UserError as error:
+            raise UserError(f"{error} Or choose the study's data sets with --data.") from None
+
+
 class _Running:
     """One cell's process; its lines come into the runner's queue."""
 
@@ -213,6 +225,7 @@ def run_grid(
         cell.experiment(
             weights, options.device
         )  # a grid that cannot be run is refused before any of it is
+    check_data(missing)
     options = replace(options, weights=weights)
     estimate = Estimate(grid, results)
     jobs = how_many(grid, options.jobs)
