@@ -78,7 +78,8 @@ def demo_command(
     )
     save_report(out / REPORT, [out / method for method in METHODS])
     console.print(
-        f"The same on one page, with figures to touch and what each model looks at: {out / REPORT}"
+        f"The same on one page, with figures to touch and what each model looks at: {out / REPORT}",
+        soft_wrap=True,  # a path stays one word
     )
 
 
