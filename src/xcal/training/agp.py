@@ -30,12 +30,13 @@ class AgpState:
 def channel_importance(bench: Bench) -> Tensor:
     """Mean magnitude of Grad-CAM's channel weights over a draw of the client's own images.
 
-    All zero where nobody was drawn.
+    Of several views the plain one counts. All zero where nobody was drawn.
     """
     # Step −1 of the round: no step's own draw shares its randomness.
     rate = min(1.0, IMPORTANCE_UNITS / bench.data.units)
     batch = bench.data.draw(rate, bench.noise, bench.key(-1, "importance"))
-    weights = channel_weights(bench.model, batch.images).double()
+    shown = batch.images if batch.plain is None else batch.pictures(batch.plain)
+    weights = channel_weights(bench.model, shown).double()
     finite = weights[torch.isfinite(weights).all(dim=1)]
     return finite.abs().sum(dim=0) / max(len(finite), 1)
 
