@@ -22,6 +22,9 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation
 from xcal.federation.site import Site
 from xcal.methods.fl_dp import StaticNoise
+from xcal.privacy.noise import SeededNoise
+from xcal.training.clipping import ClippingEngine
+from xcal.training.local import Bench, LocalData, Optimiser
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -264,3 +267,23 @@ def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         **policy,
     }
     return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path
+
+
+def tiny_bench(model: nn.Module | None = None, **changes: Any) -> Bench:
+    """A client's tools for steps on the tiny data set, without an account unless one is given."""
+    network = micro(3, seed=1) if model is None else model
+    parts: dict[str, Any] = {
+        "client": "0",
+        "method": "test",
+        "round": 0,
+        "first_step": 0,
+        "model": network,
+        "engine": ClippingEngine(network),
+        "data": LocalData(tiny().train, unit="record", images_per_unit=1),
+        "noise": SeededNoise(3),
+        "account": None,
+        "optimiser": Optimiser(network, "sgd", 1.0, 0.0),
+        "batch": 20,
+        "clip": 1.0,
+    }
+    return Bench(**parts | changes)

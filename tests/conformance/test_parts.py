@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, micro, tiny
+from support import TINY, micro, tiny_bench
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.explain.signal import SignalSettings
@@ -27,12 +27,10 @@ from xcal.privacy.accounting import joint_sigma
 from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
-from xcal.privacy.noise import SeededNoise
 from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
 from xcal.training.cam_layer import cam_layer_of
-from xcal.training.clipping import ClippingEngine
 from xcal.training.geometry import ChannelRule, released_importance
-from xcal.training.local import Bench, LocalData, Optimiser, ReplayKey
+from xcal.training.local import Bench, Optimiser, ReplayKey
 from xcal.training.steps import dp_step
 from xcal.training.xcal import XcalRule, XcalState, xcal_step
 
@@ -54,18 +52,11 @@ def account(path: Path, plan: Plan) -> Iterator[Account]:
 
 def bench_with(book: Account) -> Bench:
     model = micro(3, seed=1)
-    return Bench(
-        client="0",
+    return tiny_bench(
+        model,
         method="same",
-        round=0,
-        first_step=0,
-        model=model,
-        engine=ClippingEngine(model),
-        data=LocalData(tiny().train, unit="record", images_per_unit=1),
-        noise=SeededNoise(3),
         account=book,
         optimiser=Optimiser(model, "sgd", 0.1, 0.9),
-        batch=20,
         clip=0.3,
         replay=ReplayKey(b"secret", "context"),
     )

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
-from support import micro, tiny
+from support import micro, tiny_bench
 from xcal.privacy.noise import NoiseKey, SeededNoise, release_grid, release_tensors
 from xcal.training.clipping import PLAIN, Bound, ClippingEngine, Geometry
 from xcal.training.clipping.geometry import LARGEST_WEIGHT
 from xcal.training.clipping.reference import norm, one_at_a_time, unit_gradients
-from xcal.training.local import Bench, LocalData, Optimiser
+from xcal.training.local import Bench
 from xcal.training.steps import clipped_sum, release_gradient
 
 
@@ -157,21 +157,7 @@ def test_weights_must_fit_the_network() -> None:
 
 
 def bench() -> Bench:
-    model = micro(3, seed=1)
-    return Bench(
-        client="0",
-        method="test",
-        round=0,
-        first_step=0,
-        model=model,
-        engine=ClippingEngine(model),
-        data=LocalData(tiny().train, unit="record", images_per_unit=1),
-        noise=SeededNoise(3),
-        account=None,
-        optimiser=Optimiser(model, "sgd", 1.0, 0.0),
-        batch=20,
-        clip=1.0,
-    )
+    return tiny_bench()
 
 
 GEOMETRY = Geometry({"conv.weight": (0.5,) * 4 + (2.0,) * 4, "head.weight": (4.0,)})

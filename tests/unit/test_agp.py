@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import xcal
-from support import TINY, micro, tiny
+from support import TINY, micro, tiny_bench
 from xcal.cli.show import epsilon_text, show_result
 from xcal.config import make_experiment
 from xcal.errors import UserError
@@ -24,31 +24,15 @@ from xcal.models.resnet import resnet18
 from xcal.models.small import small
 from xcal.privacy.calibration import PlanShape, plan_paper
 from xcal.privacy.ledger_rows import read_rows
-from xcal.privacy.noise import SeededNoise
 from xcal.training import agp as step_of_agp
 from xcal.training.agp import AgpState, agp_step, channel_importance
 from xcal.training.cam_layer import cam_layer_of, most_important, require_trained
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Bench, LocalData, Optimiser
+from xcal.training.local import Bench
 from xcal.training.steps import clipped_sum, release_gradient
 
 
 def bench(model: nn.Module | None = None) -> Bench:
-    network = micro(3, seed=1) if model is None else model
-    return Bench(
-        client="0",
-        method="agp",
-        round=0,
-        first_step=0,
-        model=network,
-        engine=ClippingEngine(network),
-        data=LocalData(tiny().train, unit="record", images_per_unit=1),
-        noise=SeededNoise(3),
-        account=None,
-        optimiser=Optimiser(network, "sgd", 1.0, 0.0),
-        batch=20,
-        clip=1.0,
-    )
+    return tiny_bench(model, method="agp")
 
 
 def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:

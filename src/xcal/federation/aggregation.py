@@ -8,6 +8,7 @@ round, so that a resumed run goes on as if it had never stopped.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,7 +51,7 @@ def server_round(
 
 
 @dataclass(frozen=True)
-class _Stateless:
+class _Stateless(ABC):
     """A rule that remembers nothing: where nobody trained, the weights stay."""
 
     def load_state(self, saved: dict[str, Any] | None) -> None:
@@ -66,8 +67,9 @@ class _Stateless:
             return {name: value.clone() for name, value in weights.items()}, None
         return {name: self.one(name, value, answers) for name, value in weights.items()}, None
 
+    @abstractmethod
     def one(self, name: str, old: Tensor, answers: Sequence[RoundReply]) -> Tensor:
-        raise NotImplementedError
+        """The next value of one parameter, from at least one answer."""
 
 
 @dataclass(frozen=True)
