@@ -219,7 +219,7 @@ def test_control_c_loses_nothing(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "xcal run --resume" in " ".join(printed.split())
     assert "Traceback" not in errors
     for home in (out / "clients").iterdir():

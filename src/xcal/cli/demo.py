@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from xcal.cli.interrupts import interruptible
 from xcal.errors import UserError
 
 METHODS = ("fl", "fl-dp", "xcal-paper", "xcal")
@@ -61,12 +62,9 @@ def demo_command(
         else:
             federation = prepare(make_experiment(values))
             run = RunFolder.create(folder, federation.experiment, sorted(values))
-        try:
-            with LiveProgress(console, method) as progress:
-                results[method] = run_experiment(run, progress, federation)
-        except KeyboardInterrupt:
-            console.print(f"\nInterrupted. `xcal demo --out {out}` goes on from here.")
-            raise typer.Exit(130) from None
+        again = f"`xcal demo --out {out}` goes on from here."
+        with interruptible(console, again), LiveProgress(console, method) as progress:
+            results[method] = run_experiment(run, progress, federation)
     console.print()
     console.print(comparison(results))
     console.print(

@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from xcal.cli.interrupts import interruptible
 from xcal.config import load_experiment, nearest
 from xcal.errors import UserError
 
@@ -55,18 +56,13 @@ def run_command(
         console.print(f"Preparing {made.data} for {made.method}, {made.clients} clients …")
         federation = prepare(made)
         folder = RunFolder.create(out, made, sorted(given))
-    try:
-        with LiveProgress(console) as progress:
-            if engine == "flower":
-                from xcal.federation.flower.simulation import Resources, run_on_flower
+    again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
+    with interruptible(console, again), LiveProgress(console) as progress:
+        if engine == "flower":
+            from xcal.federation.flower.simulation import Resources, run_on_flower
 
-                resources = Resources(client_cpus, client_gpus, ray_address)
-                result = run_on_flower(folder, progress, federation, resources)
-            else:
-                result = run_experiment(folder, progress, federation)
-    except KeyboardInterrupt:
-        console.print(
-            f"\nInterrupted. Nothing is lost: continue with `xcal run --resume {folder.path}`."
-        )
-        raise typer.Exit(130) from None
+            resources = Resources(client_cpus, client_gpus, ray_address)
+            result = run_on_flower(folder, progress, federation, resources)
+        else:
+            result = run_experiment(folder, progress, federation)
     show_result(console, result, folder.path)

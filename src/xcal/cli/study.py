@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from xcal.cli.interrupts import interruptible
 from xcal.errors import UserError
 
 if TYPE_CHECKING:
@@ -173,12 +174,8 @@ def study_command(
     )
     again = "The same command goes on from here."
     console.print(f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}")
-    try:
-        with GridProgress(console, name) as progress:
-            outcome = run_grid(grid, options, progress, whole=declare(name, scale))
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. {again}")
-        raise typer.Exit(130) from None
+    with interruptible(console, again), GridProgress(console, name) as progress:
+        outcome = run_grid(grid, options, progress, whole=declare(name, scale))
     console.print(
         f"{outcome.finished} of {outcome.total} cells are finished; the table is"
         f" {results / f'{name}-{scale}.csv'}."
