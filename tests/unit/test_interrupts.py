@@ -13,6 +13,17 @@ from xcal.cli.interrupts import interruptible
 from xcal.errors import UserError
 
 
+def _interrupt_myself(turned_into: type[Exception] | None) -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10_000):  # the handler runs between two steps of the interpreter
+            pass
+    except KeyboardInterrupt:
+        if turned_into is None:
+            raise
+        raise turned_into("something went wrong") from None
+
+
 @pytest.mark.parametrize("turned_into", [None, UserError, RuntimeError])
 def test_an_interrupt_stays_one_when_a_library_changes_it(
     turned_into: type[Exception] | None, capsys: pytest.CaptureFixture[str]
@@ -21,14 +32,7 @@ def test_an_interrupt_stays_one_when_a_library_changes_it(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(typer.Exit) as ended, interruptible(Console(), "Go on so."):
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                for _ in range(10_000):  # the handler runs between two steps of the interpreter
-                    pass
-            except KeyboardInterrupt:
-                if turned_into is None:
-                    raise
-                raise turned_into("something went wrong") from None
+            _interrupt_myself(turned_into)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
