@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from xcal.models.registry import build_network
 from xcal.models.split import split_frozen
 from xcal.privacy.noise import NoiseKey, SeededNoise
 from xcal.training.clipping import ClippingEngine
+from xcal.training.evaluate import PublicImages, predict
 from xcal.training.local import Bench, LocalData, Optimiser
 from xcal.training.steps import clipped_sum
 
@@ -69,6 +71,18 @@ def test_clipped_sums_are_those_of_the_whole_network(train: str, views: int) -> 
             torch.testing.assert_close(one.gradients[name], sums[0].gradients[name],
                                        rtol=1e-4, atol=1e-6)  # fmt: skip
     torch.testing.assert_close(sums[1].features, sums[3].features, rtol=1e-4, atol=1e-5)
+
+
+def test_public_images_are_judged_alike_with_and_without_kept_activations() -> None:
+    model, images = network("last:1"), tiny(pixels=32, train=40).train
+    kept = PublicImages(images, keep_mb=64)
+    for change in (None, "fc.weight", "conv1.weight"):  # the rest changes, then the beginning
+        if change is not None:
+            with torch.no_grad():
+                model.get_parameter(change).mul_(1.5)
+        judged = kept.predict(model).probabilities
+        np.testing.assert_allclose(judged, predict(model, images).probabilities, atol=1e-5)
+        assert np.array_equal(judged, PublicImages(images, keep_mb=64).predict(model).probabilities)
 
 
 def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:

@@ -39,6 +39,7 @@ from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
 from xcal.models.registry import build_network
 from xcal.privacy.ledger_rows import Head
+from xcal.training.evaluate import PublicImages
 from xcal.training.local import trainable
 
 
@@ -231,7 +232,10 @@ class Coordinator:
         for name in ("rounds.jsonl", "trace.jsonl"):
             folder.rewrite_lines(name, self.state.rounds)
         validation = federation.data.validation
-        self._validation = public_subset(validation, experiment.validation_images)
+        judged = public_subset(validation, experiment.validation_images)
+        self._validation = (
+            None if judged is None else PublicImages(judged, experiment.device, experiment.keep_mb)
+        )
         self._explained = public_subset(validation, experiment.road_images)
 
     def run(self, transport: Transport) -> nn.Module:

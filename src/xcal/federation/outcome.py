@@ -18,7 +18,13 @@ from xcal.federation.setup import DATA_SEED, Federation
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.privacy.calibration import Plan
 from xcal.privacy.statement import Situation, make_statement, statement_text
-from xcal.training.evaluate import Predictions, explain_road, explanation_metrics, predict
+from xcal.training.evaluate import (
+    Predictions,
+    PublicImages,
+    explain_road,
+    explanation_metrics,
+    predict,
+)
 
 
 def public_subset(images: Images, wanted: int | None) -> Images | None:
@@ -31,10 +37,10 @@ def public_subset(images: Images, wanted: int | None) -> Images | None:
 
 
 def measure_round(
-    model: nn.Module, validation: Images | None, explained: Images | None, device: str
+    model: nn.Module, validation: PublicImages | None, explained: Images | None, device: str
 ) -> dict[str, Any]:
     """A model on public images: what a round's record tells of it."""
-    measured = predict(model, validation, device=device) if validation is not None else None
+    measured = validation.predict(model) if validation is not None else None
     found = explain_road(model, explained, device=device) if explained is not None else {}
     return {
         "validation_macro_f1": None if measured is None else measured.macro_f1(),

@@ -33,7 +33,6 @@ from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.models.registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack
-from xcal.training.evaluate import predict
 
 DIVERGED = "Training diverged"
 PANEL_IMAGES = 4
@@ -172,7 +171,7 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
     test = data.test
     values: dict[str, Any] = {
         "test_set": test_set_of(federation).name,
-        "predicted": pack(predict(model, test, device=device).predicted.astype(np.uint8)),
+        "predicted": pack(_predicted(folder).astype(np.uint8)),
     }
     if explained == 0:
         return values
@@ -188,6 +187,13 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
         "maps": maps_of(model, test, len(data.classes), device),
     }
     return values
+
+
+def _predicted(folder: RunFolder) -> NDArray[np.int64]:
+    """The class the finished run gave each test image."""
+    with np.load(folder.path / "predictions.npz") as found:
+        predicted: NDArray[np.int64] = found["predicted"]
+    return predicted
 
 
 def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArray[np.int64]:

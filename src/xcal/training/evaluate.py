@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from xcal.data.augment import View
 from xcal.data.images import Images
 from xcal.data.sampling import to_tensor
 from xcal.explain.classification import classification_metrics, macro_f1
@@ -18,6 +20,8 @@ from xcal.explain.faithfulness import insertion_deletion
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.localisation import localisation
 from xcal.explain.road import RoadSettings, road
+from xcal.models.split import split_frozen
+from xcal.training.inputs import Inputs
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,51 @@ class Predictions:
         return classification_metrics(self.labels, self.probabilities)
 
 
-def predict(
-    model: nn.Module, images: Images, *, device: str = "cpu", batch: int = 256
-) -> Predictions:
+_BATCH = 256
+
+
+def predict(model: nn.Module, images: Images, *, device: str = "cpu") -> Predictions:
     """Predictions in evaluation mode; the model comes back in the mode it had."""
-    mode = model.training
-    model.eval()
-    pieces = []
-    try:
-        with torch.no_grad():
-            for start in range(0, len(images), batch):
-                pixels = np.asarray(images.pixels[start : start + batch])
-                logits = model(to_tensor(pixels).to(device))
-                pieces.append(torch.softmax(logits.double(), dim=1).cpu().numpy())
-    finally:
-        model.train(mode)
+    return PublicImages(images, device).predict(model)
+
+
+class PublicImages:
+    """Public images that are measured again and again.
+
+    What a network's frozen beginning makes of them is computed once and kept, where `keep_mb`
+    allows it. It is computed in fixed blocks, so that a resumed run measures the same to the bit.
+    """
+
+    def __init__(self, images: Images, device: str = "cpu", keep_mb: int = 0) -> None:
+        self._images = images
+        self._inputs = Inputs(images.pixels, (View(),), 1.0, device)
+        self._keep_mb = keep_mb
+
+    def predict(self, model: nn.Module) -> Predictions:
+        """Predictions in evaluation mode; the model comes back in the mode it had."""
+        mode = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                pieces = list(self._probabilities(model))
+        finally:
+            model.train(mode)
+        return _predictions(self._images, pieces)
+
+    def _probabilities(self, model: nn.Module) -> Iterator[NDArray[np.float64]]:
+        split = split_frozen(model) if self._keep_mb else None
+        kept = self._inputs.keep(split, 1, self._keep_mb)
+        for start in range(0, len(self._images), _BATCH):
+            chosen = np.arange(start, min(start + _BATCH, len(self._images)))
+            plain = np.zeros_like(chosen)
+            if kept and split is not None:
+                logits = split.go_on(self._inputs.activations(chosen, plain))
+            else:
+                logits = model(self._inputs.pictures(chosen, plain))
+            yield torch.softmax(logits.double(), dim=1).cpu().numpy()
+
+
+def _predictions(images: Images, pieces: list[NDArray[np.float64]]) -> Predictions:
     probabilities = np.concatenate(pieces) if pieces else np.zeros((0, 1))
     # A network of non-finite weights predicts nothing: call it class 0 with no confidence.
     shown = np.nan_to_num(probabilities, nan=0.0)
