@@ -1,8 +1,7 @@
 """A chain of kill −9 at random moments of `xcal run`, each followed by a resume, all of it checked.
 
-After every kill: every ledger verifies; every release that the homes' files know of is charged, at
-the noise it was released with; no charge and no committed round is gone. When a run has come
-through: its model, its charges and its records equal those of a run that nobody disturbed.
+Now and then it is Ctrl-C instead, which lets the command tidy up, and must end with exit code 130.
+What is checked after every kill, and when a run has come through, is in `left_behind.py`.
 
     python tests/kill_chain.py --kills 200 --seed 8     # figures: benchmarks/results/faults
 """
@@ -23,19 +22,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from left_behind import CLIENTS, Broken, Snapshot, compare, examine, need
 from support import ROOT, ForkedXcal, sets, warm_up, xcal_environment
-from xcal.federation.files import read_tensors
+from xcal.cli.interrupts import INTERRUPTED
 from xcal.federation.folder import commit, versions
-from xcal.privacy import ledger_rows
-from xcal.privacy.ledger_rows import Charge, charges_of, read_rows, runs_of, verify
 
-CLIENTS = ("0", "1", "2")
 KEYS = {
     "method": "xcal",
     "rounds": 4,
@@ -48,14 +42,6 @@ KEYS = {
     "lr": 0.1,
 }
 RESULTS = ROOT / "benchmarks" / "results" / "faults"
-
-
-# The same steps are verified after every kill: their costs need be computed once.
-ledger_rows.reference_cost = lru_cache(maxsize=None)(ledger_rows.reference_cost)
-
-
-class Broken(AssertionError):
-    """A promise that did not hold; the text says which, where and after which kill."""
 
 
 # --- the process that is killed -------------------------------------------------------------------
@@ -72,6 +58,10 @@ class Victim(Protocol):
         """Kill −9, and wait until it is gone."""
         ...
 
+    def interrupt(self) -> None:
+        """Ctrl-C; it may take its time."""
+        ...
+
 
 class Command:
     """The command as a user starts it, in a process of its own."""
@@ -83,6 +73,8 @@ class Command:
                 env=xcal_environment(),
                 stdout=out,
                 stderr=err,
+                # whoever runs us in the background may let its children ignore Ctrl-C
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def ended(self) -> int | None:
@@ -91,6 +83,9 @@ class Command:
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
 
     def __del__(self) -> None:
         if self._process.poll() is None:  # the chain broke off elsewhere
@@ -181,127 +176,13 @@ def wait_for(moment: Moment, victim: Victim, out: Path, limit: float = 1200.0) -
     return victim.ended() is None
 
 
-# --- what must hold afterwards --------------------------------------------------------------------
-
-
-@dataclass
-class Snapshot:
-    """What a run's files say: what was paid, what was let out, which rounds are committed."""
-
-    charges: dict[str, list[Charge]] = field(default_factory=dict)
-    released: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    rounds: int = 0
-    unfinished: int = 0  # files that were being written
-
-    @property
-    def unreleased(self) -> int:
-        """Steps that were paid for and of which no file knows: the allowed over-count."""
-        return sum(len(c) - len(self.released.get(k, ())) for k, c in self.charges.items())
-
-
-def _need(truth: bool, what: str) -> None:
-    if not truth:
-        raise Broken(what)
-
-
-def examine(out: Path, before: Snapshot) -> Snapshot:
-    """Read all that a killed process left, and raise `Broken` where a promise does not hold."""
-    now = Snapshot(unfinished=len(list(out.rglob("*.new"))) if out.exists() else 0)
-    if not out.exists():
-        _need(before.rounds == 0 and not before.charges, "the run's folder is gone")
-        return now
-    for client in CLIENTS:
-        home = out / "clients" / client
-        ledger = home / "ledger.sqlite"
-        paid: list[Charge] = []
-        if ledger.exists():
-            check = verify(ledger)
-            _need(check.ok, f"ledger of client {client}: row {check.row} {check.problem}")
-            rows = read_rows(ledger)
-            paid = [c for run in runs_of(rows) for c in charges_of(rows, run)]
-        old = before.charges.get(client, [])
-        _need(paid[: len(old)] == old, f"client {client}: a charge is gone or was changed")
-        price = {(c.round, c.step): c for c in paid}
-        _need(len(price) == len(paid), f"client {client}: a step was charged twice")
-        let_out: set[tuple[int, int]] = set()
-        for file in home.glob("runs/*/*.safetensors"):
-            found = read_tensors(file)
-            _need(found is not None, f"{file.name} of client {client} cannot be read")
-            assert found is not None
-            for record in found[1]["trace"]:
-                _check_paid(client, record, price)
-                let_out.add((record["round"], record["step"]))
-            report = found[1].get("report")
-            if report is not None:
-                _need(report["steps"] <= len(paid), f"client {client} reports unpaid steps")
-        now.charges[client], now.released[client] = paid, let_out
-    lines = _lines(out / "trace.jsonl")
-    for record in lines:
-        client = record["client"]
-        _check_paid(client, record, {(c.round, c.step): c for c in now.charges[client]})
-        now.released[client].add((record["round"], record["step"]))
-    checkpoint = read_tensors(out / "checkpoint.safetensors")
-    if checkpoint is not None:
-        now.rounds = checkpoint[1]["rounds"]
-    known = {line["round"] for line in _lines(out / "rounds.jsonl")}
-    _need(set(range(now.rounds)) <= known, "a committed round has lost its record")
-    _need(now.rounds >= before.rounds, "a committed round was lost")
-    return now
-
-
-def _check_paid(client: str, record: dict[str, Any], price: dict[tuple[int, int], Charge]) -> None:
-    where = f"client {client}, round {record['round']}, step {record['step']}"
-    charge = price.get((record["round"], record["step"]))
-    if charge is None:
-        raise Broken(f"{where} was released and never charged")
-    releases = {r.name: r.noise for r in charge.releases}
-    _need(releases["gradient"] == record["sigma"], f"{where} was released with other noise")
-    _need((record["signal"] is None) == ("signal" not in releases), f"{where}: signal not charged")
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")]
-
-
-def _model(out: Path) -> dict[str, torch.Tensor]:
-    found = read_tensors(out / "model.safetensors")
-    _need(found is not None, f"{out / 'model.safetensors'} is missing")
-    assert found is not None
-    return found[0]
-
-
-def compare(out: Path, whole: Path) -> None:
-    """The run that was killed and the one that was not: the same to the bit."""
-    first, second = _model(whole), _model(out)
-    same = set(first) == set(second) and all(torch.equal(first[k], second[k]) for k in first)
-    _need(same, "the model differs from the undisturbed run's")
-    for client in CLIENTS:
-        paid = []
-        for folder in (whole, out):
-            rows = read_rows(folder / "clients" / client / "ledger.sqlite")
-            charges = [c for run in runs_of(rows) for c in charges_of(rows, run)]
-            paid.append([(c.round, c.step, c.rate, c.sigma, c.cost) for c in charges])
-        _need(paid[0] == paid[1], f"client {client} paid otherwise than in the undisturbed run")
-    for name in ("rounds.jsonl", "trace.jsonl"):
-        told = [[_without_times(x) for x in _lines(folder / name)] for folder in (whole, out)]
-        _need(told[0] == told[1], f"{name} differs from the undisturbed run's")
-
-
-def _without_times(line: dict[str, Any]) -> dict[str, Any]:
-    line = {k: v for k, v in line.items() if "seconds" not in k}
-    for client in line.get("clients", ()):
-        client.pop("ledger_hash")  # holds the run's own name and its home's secret key
-    return line
-
-
 # --- the chain ------------------------------------------------------------------------------------
 
 
 @dataclass
 class Tally:
     kills: Counter[str] = field(default_factory=Counter)
+    interrupts: int = 0  # Ctrl-C, beside the kills
     unfinished: int = 0  # kills that left a file half written
     overcounted: int = 0  # kills that left a step paid for and not released
     most_overcounted: int = 0
@@ -320,12 +201,14 @@ def run_chain(
     kills: int,
     seed: int,
     cold_every: int = 1,
+    interrupt_every: int = 5,
     seconds: float = math.inf,
     say: Say = lambda text: None,
 ) -> Tally:
     """Kill `kills` times, or as often as the time allows.
 
     `cold_every = k`: every k-th command gets a process of its own, the others are forks.
+    `interrupt_every = k`: after every k kills the next command gets a Ctrl-C.
     """
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -357,10 +240,21 @@ def run_chain(
         kind = kinds.pop()
         moment = draw_moment(rng, kind, lasts[launch])
         came = not finishing and wait_for(moment, victim, out)
-        if came:
+        politely = interrupt_every * (tally.interrupts + 1) <= sum(tally.kills.values())
+        if came and politely:
+            victim.interrupt()
+            _wait(victim)
+        elif came:
             victim.kill()
         else:
             _wait(victim)
+        if came and politely and victim.ended() != 0:  # 0: it was through already
+            _check_interrupted(victim, log)
+            snapshot = examine(out, snapshot)
+            tally.interrupts += 1
+            killed_in_run += 1
+            say(f"Ctrl-C {tally.interrupts}: {moment}, {snapshot.rounds} rounds committed")
+            continue
         if came and victim.ended() == -signal.SIGKILL:
             snapshot = examine(out, snapshot)
             tally.kills[kind] += 1
@@ -370,7 +264,7 @@ def run_chain(
             tally.most_overcounted = max(tally.most_overcounted, snapshot.unreleased)
             say(f"kill {sum(tally.kills.values())}: {moment}, {snapshot.rounds} rounds committed")
             continue
-        _need(victim.ended() == 0, f"`xcal {' '.join(words)}` failed: {_said(log)}")
+        need(victim.ended() == 0, f"`xcal {' '.join(words)}` failed: {_said(log)}")
         snapshot = examine(out, snapshot)
         compare(out, whole)
         tally.charges += sum(len(c) for c in snapshot.charges.values())
@@ -380,6 +274,15 @@ def run_chain(
         out, snapshot = folder / f"run{tally.runs}", Snapshot()
     tally.seconds = time.monotonic() - began
     return tally
+
+
+def _check_interrupted(victim: Victim, log: Path) -> None:
+    """Exit code 130 without a traceback; before our first line is reached, Python's own end."""
+    said = log.with_suffix(".err").read_text()
+    if victim.ended() == -signal.SIGINT and "in main" not in said:
+        return
+    need(victim.ended() == INTERRUPTED, f"Ctrl-C ended with {victim.ended()}: {said[-500:]}")
+    need("Traceback" not in said, f"Ctrl-C gave a traceback: {said[-500:]}")
 
 
 def _start(out: Path) -> list[str]:
@@ -409,7 +312,7 @@ def _undisturbed(launch: type[Command] | type[ForkedXcal], place: Path, log: Pat
     began = time.monotonic()
     victim = launch(_start(place), log)
     _wait(victim)
-    _need(victim.ended() == 0, f"the undisturbed run failed: {_said(log)}")
+    need(victim.ended() == 0, f"the undisturbed run failed: {_said(log)}")
     return time.monotonic() - began
 
 
@@ -430,6 +333,7 @@ def record(tally: Tally, seed: int, cold_every: int) -> dict[str, Any]:
         "configuration": KEYS,
         "kills": sum(tally.kills.values()),
         "kills_by_moment": dict(sorted(tally.kills.items())),
+        "interrupts_besides": tally.interrupts,
         "resumes": tally.resumes,
         "runs_completed_and_compared": tally.runs,
         "charges_checked": tally.charges,
@@ -452,8 +356,9 @@ def as_text(figures: dict[str, Any]) -> str:
         "",
         "Commands are `xcal run` and `xcal run --resume`, killed at a moment drawn from the seed:",
         "by time, while starting, stepping, charging, saving, answering, writing the",
-        "checkpoint, finishing. The checks after every kill are described at the top of the",
-        "script; it stops at the first that fails and then records nothing.",
+        'checkpoint, finishing. After every fifth kill comes a Ctrl-C ("interrupts besides"),',
+        "which must end with exit code 130. The checks after each are described in",
+        "`tests/left_behind.py`; the script stops at the first that fails and records nothing.",
         "",
         "| | |",
         "|---|---:|",

@@ -150,17 +150,20 @@ class ForkedXcal:
     ) -> None:
         import torch._dynamo  # noqa: F401 - what a first optimiser imports, for seconds
 
-        from xcal.cli.main import main
+        from xcal.__main__ import main
 
         self._code: int | None = None
         self._log = log
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         outputs = [os.open(p, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for p in self._outputs()]
+        # A Ctrl-C that comes early waits until the child is ready for it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._pid = os.fork()
         if self._pid == 0:
             code = 1
             try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 for number, handle in enumerate(outputs, start=1):
                     os.dup2(handle, number)
                 sys.stdout, sys.stderr = (os.fdopen(n, "w") for n in (1, 2))
@@ -168,6 +171,10 @@ class ForkedXcal:
                 sys.argv = ["xcal", *words]
                 if prepare is not None:
                     prepare()
+                try:
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+                except KeyboardInterrupt:
+                    sys.exit(130)  # before the command's first line
                 main()
                 code = 0
             except SystemExit as end:
@@ -178,6 +185,7 @@ class ForkedXcal:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for handle in outputs:
             os.close(handle)
 
@@ -197,6 +205,11 @@ class ForkedXcal:
             os.kill(self._pid, signal.SIGKILL)
             _, status = os.waitpid(self._pid, 0)
             self._code = os.waitstatus_to_exitcode(status)
+
+    def interrupt(self) -> None:
+        """Ctrl-C; it may take its time."""
+        if self._code is None:
+            os.kill(self._pid, signal.SIGINT)
 
     def wait(self, limit: float = 120.0) -> tuple[int, str, str]:
         """Exit code, standard output and standard error; a command that hangs is killed."""

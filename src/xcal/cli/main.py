@@ -23,6 +23,7 @@ from xcal.cli import (
     run,
     study,
 )
+from xcal.cli.interrupts import INTERRUPTED, interrupted, noting
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -66,18 +67,29 @@ app.add_typer(federation.app, name="federation")
 
 def main() -> None:
     """The entry point: bad input is one sentence and exit code 2, Ctrl-C is exit code 130."""
-    try:
-        app()
-    except UserError as error:
-        typer.echo(f"xcal: {error}", err=True)
-        sys.exit(2)
-    except MemoryError:
-        typer.echo("xcal: There is not enough memory for this: choose smaller sizes.", err=True)
-        sys.exit(2)
-    except OSError as error:  # a disk that is full, or a place that may not be read or written
+    with noting():
+        try:
+            app()
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) or interrupted():
+                typer.echo("\nxcal: interrupted.", err=True)
+                sys.exit(INTERRUPTED)
+            told = _sentence(error)
+            if told is None:
+                raise
+            typer.echo(f"xcal: {told}", err=True)
+            sys.exit(2)
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What to tell a user of an error that a user can cause; None of any other."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "There is not enough memory for this: choose smaller sizes."
+    if isinstance(
+        error, OSError
+    ):  # a disk that is full, or a place that may not be read or written
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"xcal: {where}{error.strerror or 'the system refused'}.", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("\nxcal: interrupted.", err=True)
-        sys.exit(130)
+        return f"{where}{error.strerror or 'the system refused'}."
+    return None

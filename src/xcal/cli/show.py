@@ -17,6 +17,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from xcal.cli.interrupts import stop_if_interrupted
+
 
 def number(value: float | None, digits: int = 3, missing: str = "–") -> str:
     return missing if value is None else f"{value:.{digits}f}"
@@ -65,6 +67,7 @@ class LiveProgress:
         self._task = self._bar.add_task(self._title, total=total_steps, completed=done_steps)
 
     def step(self, count: int) -> None:
+        stop_if_interrupted()
         self._bar.advance(self._task, count)
 
     def say(self, text: str) -> None:
