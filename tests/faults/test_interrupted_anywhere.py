@@ -1,0 +1,170 @@
+"""Ctrl-C right before any line of the code: exit code 130, and a run that can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import xcal
+from kill_chain import KEYS
+from left_behind import Snapshot, compare, examine
+from support import ForkedXcal, sets, warm_up, xcal_environment
+from xcal.federation.files import read_tensors, write_tensors
+
+SOURCE = str(Path(xcal.__file__).parent)
+LONG = os.environ.get("XCAL_FAULTS") == "long"
+TRIES = 150 if LONG else 6
+SHORT = {**KEYS, "rounds": 2, "local_epochs": 1}
+
+Line = tuple[str, int]
+
+
+def _trace(ours: Callable[[str], bool], on_line: Callable[[Line], None]) -> None:
+    """Have this process call `on_line` before every line of the files that are ours."""
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            on_line((frame.f_code.co_filename, frame.f_lineno))
+        return local
+
+    sys.settrace(lambda frame, event, argument: local if ours(frame.f_code.co_filename) else None)
+
+
+def _write_lines(path: Path) -> None:
+    """Have this process leave a file of the lines it came to, each with how often."""
+    times: dict[Line, int] = {}
+    _trace(
+        lambda file: file.startswith(SOURCE),
+        lambda line: times.update({line: times.get(line, 0) + 1}),
+    )
+    leave = os._exit
+
+    def leave_with_lines(code: int) -> None:
+        sys.settrace(None)
+        path.write_text(json.dumps(list(times.items())))
+        leave(code)
+
+    os._exit = leave_with_lines  # type: ignore[assignment]
+
+
+def _interrupt_before(line: Line, count: int) -> None:
+    """Have this process send itself SIGINT when it comes to the line for the count-th time."""
+    left = [count]
+
+    def on_line(here: Line) -> None:
+        left[0] -= here == line
+        if left[0] == 0 and here == line:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    _trace(lambda file: file == line[0], on_line)
+
+
+@pytest.mark.slow
+def test_control_c_before_any_line(tmp_path: Path) -> None:
+    warm_up(**SHORT)
+    start = ["run", *sets(**SHORT), "--out"]
+    whole, log = tmp_path / "whole", tmp_path / "log"
+    lines = tmp_path / "lines.json"
+    code, _, err = ForkedXcal([*start, str(whole)], log, lambda: _write_lines(lines)).wait()
+    assert code == 0, err
+    passed = [((str(file), int(number)), times) for (file, number), times in _read(lines)]
+    assert len(passed) > 1000
+    rng = random.Random(8)
+    run, snapshot, interrupted = 0, Snapshot(), 0
+    for line, times in rng.sample(passed, TRIES):
+        out = tmp_path / f"run{run}"
+        begun = (out / "run.json").exists()
+        count = rng.choice((1, rng.randint(1, times)))
+        words = ["run", "--resume", str(out)] if begun else [*start, str(out)]
+
+        def prepare(line: Line = line, count: int = count) -> None:
+            _interrupt_before(line, count)
+
+        code, _, err = ForkedXcal(words, log, prepare).wait()
+        where = f"Ctrl-C before {line}, time {count}"
+        assert code in (0, 130), f"{where} ended with {code}: {err}"  # 0: not come by this time
+        assert "Traceback" not in err, f"{where}: {err}"
+        interrupted += code == 130
+        snapshot = examine(out, snapshot)
+        if code == 0:
+            compare(out, whole)
+            run, snapshot = run + 1, Snapshot()
+    assert interrupted > TRIES // 2
+    code, _, err = ForkedXcal(["run", "--resume", str(out)], log).wait()
+    assert code == 0 or not (out / "run.json").exists(), err
+    if code == 0:
+        compare(out, whole)
+
+
+def _read(path: Path) -> list[Any]:
+    found: list[Any] = json.loads(path.read_text())
+    return found
+
+
+# an interrupt in the middle of opening leaves a file to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_c_while_a_file_is_read_is_no_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {str(i): torch.ones(i) for i in range(3)}, {"a": 1})
+    lines = [0]
+
+    def interrupt(at: int) -> bool:
+        """Read the file, interrupted before the at-th line; False where it has no so many."""
+        lines[0] = 0
+
+        def local(frame: FrameType, event: str, argument: Any) -> Any:
+            if event == "line":
+                lines[0] += 1
+                if lines[0] == at:
+                    raise KeyboardInterrupt
+            return local
+
+        before = sys.gettrace()
+        sys.settrace(local)
+        try:
+            found = read_tensors(path)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        assert found is not None, f"swallowed before line {at}"
+        return lines[0] >= at
+
+    assert interrupt(10**9) is False
+    for at in range(1, lines[0] + 1):
+        assert interrupt(at), at
+
+
+def test_control_c_while_importing(tmp_path: Path) -> None:
+    # A library that is interrupted while it is imported may call it whatever it likes.
+    program = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "scipy":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("numpy.core.multiarray failed to import") from None
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["xcal", "--help"]
+from xcal.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=xcal_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert done.stderr == "\nxcal: interrupted.\n"
