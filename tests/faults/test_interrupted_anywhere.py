@@ -21,6 +21,9 @@ from kill_chain import KEYS
 from left_behind import Snapshot, compare, examine
 from support import ForkedXcal, sets, warm_up, xcal_environment
 from xcal.federation.files import read_tensors, write_tensors
+from xcal.privacy.ledger import Ledger, create
+from xcal.privacy.ledger import __file__ as ledger_file
+from xcal.privacy.ledger_rows import Charge, Release, RunTerms, Terms, read_rows
 
 SOURCE = str(Path(xcal.__file__).parent)
 LONG = os.environ.get("XCAL_FAULTS") == "long"
@@ -112,38 +115,63 @@ def _read(path: Path) -> list[Any]:
     return found
 
 
+def _lines_of(work: Callable[[], object], interrupt_at: int = 0, within: str = "") -> int | None:
+    """How many lines `work` comes to, of any file or of one; None where it was interrupted."""
+    count = [0]
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and within in frame.f_code.co_filename:
+            count[0] += 1
+            if count[0] == interrupt_at:
+                raise KeyboardInterrupt
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(local)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return None
+    finally:
+        sys.settrace(before)
+    return count[0]
+
+
 # an interrupt in the middle of opening leaves a file to the garbage collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_control_c_while_a_file_is_read_is_no_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_tensors(path, {str(i): torch.ones(i) for i in range(3)}, {"a": 1})
-    lines = [0]
+    lines = _lines_of(lambda: read_tensors(path))
+    assert lines is not None and lines > 50
+    for at in range(1, lines + 1):
+        assert _lines_of(lambda: read_tensors(path), at) is None, f"swallowed at {at}"
 
-    def interrupt(at: int) -> bool:
-        """Read the file, interrupted before the at-th line; False where it has no so many."""
-        lines[0] = 0
 
-        def local(frame: FrameType, event: str, argument: Any) -> Any:
-            if event == "line":
-                lines[0] += 1
-                if lines[0] == at:
-                    raise KeyboardInterrupt
-            return local
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_c_anywhere_in_a_ledger_leaves_it_free_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    create(path, Terms("people", "record", 10.0, 1e-4))
+    terms = RunTerms("run", "fl-dp", "record", 5.0, 1e-5, 8.0, 3.0, 10**6)
 
-        before = sys.gettrace()
-        sys.settrace(local)
-        try:
-            found = read_tensors(path)
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        assert found is not None, f"swallowed before line {at}"
-        return lines[0] >= at
+    def spend() -> None:
+        with Ledger(path) as ledger:
+            ledger.reserve(terms)
+            number = len(ledger.charges("run"))
+            releases = (Release("gradient", 9.0, 1.0),)
+            ledger.charge(Charge("run", 0, number, 0.01, 9.0, 1e-6, releases, None))
 
-    assert interrupt(10**9) is False
-    for at in range(1, lines[0] + 1):
-        assert interrupt(at), at
+    spend()
+    within = "" if LONG else ledger_file
+    lines = _lines_of(spend, within=within)
+    assert lines is not None
+    for at in range(1, lines + 1):
+        before = len(read_rows(path))
+        _lines_of(spend, at, within)
+        rows = read_rows(path)
+        assert len(rows) - before in (0, 1)
+        with Ledger(path) as ledger:  # in this very process: the lock is free
+            assert ledger.head.count == len(rows)
 
 
 def test_control_c_while_importing(tmp_path: Path) -> None:

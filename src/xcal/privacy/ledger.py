@@ -149,17 +149,21 @@ class Ledger:
         except OSError as error:
             raise refuse(path, "cannot be locked: is its folder writable?") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            raise refuse(
-                path, "is in use by another process: wait until it ends, or stop it.", LedgerBusy
-            ) from error
-        try:
+            self._take_lock()
             self._open(expected)
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise refuse(
+                self.path,
+                "is in use by another process: wait until it ends, or stop it.",
+                LedgerBusy,
+            ) from error
 
     def _open(self, expected: Head | None) -> None:
         self._check_clock()
@@ -237,22 +241,36 @@ class Ledger:
         self.close()
 
     def close(self) -> None:
-        """Release the lock. Safe to call twice."""
+        """Release the lock, even where a Ctrl-C comes in between. Safe to call twice."""
+        try:
+            self._tidy_head()
+        finally:
+            try:
+                connection = getattr(self, "_connection", None)
+                if connection is not None:
+                    connection.close()
+                    self._connection = None  # type: ignore[assignment]
+            finally:
+                if self._lock >= 0:
+                    os.close(self._lock)
+                    self._lock = -1
+
+    def __del__(self) -> None:
+        """A Ctrl-C may come before anyone could close it: the lock goes with the object."""
+        if getattr(self, "_lock", -1) >= 0:
+            os.close(self._lock)
+
+    def _tidy_head(self) -> None:
+        """One line instead of many: what the head must say was appended row by row.
+
+        A ledger that is ahead of its head is in order, so this may fail.
+        """
         log = getattr(self, "_head_log", None)
         if log is not None:
             self._head_log = None  # type: ignore[assignment]
-            # Only tidies: what the head must say was appended row by row, and a ledger that is
-            # ahead of its head is in order.
             with contextlib.suppress(OSError):
                 log.close()
                 _write_head(self.path, self.head)
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.close()
-            self._connection = None  # type: ignore[assignment]
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
     @property
     def head(self) -> Head:
