@@ -16,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "recipes"
 PAGE = HERE.parent / "docs" / "recipes.md"
-SHOWN = "epsilon network train pixels images batch rounds lr clip average".split()
+SHOWN = "epsilon head_reads train pixels images batch rounds lr clip average".split()
 
 
 def rows_of(pattern: str) -> list[dict[str, str]]:

@@ -41,6 +41,11 @@ class Experiment(BaseModel):
         "group", description="group norm from scratch, or frozen published batch norm"
     )
     output_stride: Literal[16, 32] = Field(32, description="16 makes the last stage's map finer")
+    head_reads: str = Field(
+        "last",
+        description="what the head reads: last (the last map), or stages:a-b (maps and squares of"
+        " these stages, standardised by public constants in the weights file)",
+    )
     train: str = Field(
         "all", description="what trains: all, head, head+norm, head+norm:k or last:k stages"
     )

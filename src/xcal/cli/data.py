@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-app = typer.Typer(help="Real image sets: import, list, show, partition.", no_args_is_help=True)
+app = typer.Typer(
+    help="Real image sets: import, list, show, partition, constants.", no_args_is_help=True
+)
 
 
 @app.command("import")
@@ -139,3 +141,39 @@ def partition_command(
     for client, shard in enumerate(parts.shards):
         typer.echo(f"client {client}: {len(shard.indices):,} images")
     typer.echo(f"Picture: {out}")
+
+
+@app.command("constants")
+def constants_command(
+    name: str = typer.Argument(..., help="An imported set's name, or smear."),
+    weights: Path = typer.Option(..., help="Published weights, .safetensors or .pth."),
+    out: Path = typer.Option(..., help="Where weights and constants go, .safetensors."),
+    pixels: int = typer.Option(128, help="Side of the images."),
+    head_reads: str = typer.Option("stages:4-6", help="What the head reads, as in an experiment."),
+    network: str = typer.Option("efficientnet_b0", help="The network that the weights are of."),
+) -> None:
+    """Add the constants of a set's public validation images to a weights file.
+
+    `xcal run` does so by itself; clients elsewhere need the file, as they need any weights.
+    """
+    from xcal.config import make_experiment
+    from xcal.errors import UserError
+    from xcal.federation.constants import public_images, write_constants
+
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} should end in .safetensors, which is what is written.")
+    keys = {
+        "data": name,
+        "pixels": pixels,
+        "network": network,
+        "norm": "frozen",
+        "weights": str(weights),
+        "head_reads": head_reads,
+    }
+    experiment = make_experiment(keys, "the options")
+    images = public_images(experiment)
+    write_constants(experiment, images, out)
+    typer.echo(
+        f"{out} holds {weights.name} and constants of {len(images)} public images of {name}:"
+        f" train with `--set weights={out} --set head_reads={head_reads}`."
+    )

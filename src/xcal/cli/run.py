@@ -29,6 +29,7 @@ def run_command(
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
+    from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare
@@ -54,6 +55,9 @@ def run_command(
         if engine == "flower" and made.homes is not None:
             raise UserError("Flower's simulation makes homes of its own: leave out homes.")
         console.print(f"Preparing {made.data} for {made.method}, {made.clients} clients …")
+        if (found := with_constants(made)) != made:
+            console.print(f"Constants of the public validation images are in {found.weights}.")
+            made = found
         federation = prepare(made)
         folder = RunFolder.create(out, made, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from xcal.models.columns import Columns, Tail, read_stages
 from xcal.models.layers import (
     Norm,
     check_output_stride,
@@ -42,6 +43,8 @@ _STAGES = (
 )
 _SQUEEZE = 4
 """Channels of a block's input for each channel of its squeeze-excite bottleneck."""
+_COLUMN_GRID = 4
+"""The stage whose grid columns have where they read it: a sixteenth of the image's side."""
 
 
 def _conv(
@@ -117,12 +120,23 @@ class InvertedBottleneck(nn.Module):
 
 
 class EfficientNetB0(nn.Module):
-    """Images (B, 3, H, W) to logits; the classifier averages the feature map of `cam_layer`."""
+    """Images (B, 3, H, W) to logits; the classifier averages the feature map of `cam_layer`.
+
+    That map is the last one, or, where `reads` names stages, the standardised columns of those
+    stages. What comes after the last stage that is read is left out.
+    """
 
     cam_layer: str = "features.8"
     head_layer: str | None = "classifier.1"
+    leaves_out: tuple[str, ...] = ()  # published parts that this network does not have
 
-    def __init__(self, classes: int, norm: _NormMaker, output_stride: int) -> None:
+    def __init__(
+        self,
+        classes: int,
+        norm: _NormMaker,
+        output_stride: int,
+        reads: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         features: list[nn.Module] = [_conv(3, _STEM, norm, kernel=3, stride=2)]
         inputs, reached, dilation = _STEM, 2, 1
@@ -141,14 +155,29 @@ class EfficientNetB0(nn.Module):
                 inputs = stage.outputs
             features.append(nn.Sequential(*blocks))
         features.append(_conv(inputs, _LAST, norm))
+        channels = _LAST
+        self._first_read: int | None = None
+        if reads is not None:
+            first, last = reads
+            self.leaves_out = tuple(f"features.{i}." for i in range(last + 1, len(features)))
+            del features[last + 1 :]
         self.features = nn.Sequential(*features)
+        if reads is not None:
+            widths = [_STEM, *(stage.outputs for stage in _STAGES), _LAST]
+            grid = min(max(_COLUMN_GRID - first, 0), last - first)
+            self.columns = Columns(widths[first : last + 1], grid)
+            self.cam_layer = "columns"
+            self._first_read = first
+            channels = self.columns.channels
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         # The published network has a dropout in first place, which has no parameters.
-        self.classifier = nn.Sequential(nn.Identity(), nn.Linear(_LAST, classes))
+        self.classifier = nn.Sequential(nn.Identity(), nn.Linear(channels, classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
-        return logits
+        x = images
+        for segment in self.segments():
+            x = segment(x)
+        return x
 
     def stages(self) -> list[list[nn.Module]]:
         """What `trainable = last:k` counts, from the images to the head."""
@@ -156,7 +185,11 @@ class EfficientNetB0(nn.Module):
 
     def segments(self) -> list[nn.Module]:
         """Modules that, one after the other, are the network."""
-        return [*self.features, nn.Sequential(self.avgpool, nn.Flatten(1)), self.classifier]
+        stages = list(self.features)
+        if self._first_read is not None:
+            first = self._first_read
+            stages[first:] = [Tail(stages[first:], self.columns)]
+        return [*stages, nn.Sequential(self.avgpool, nn.Flatten(1)), self.classifier]
 
 
 def efficientnet_b0(
@@ -166,12 +199,21 @@ def efficientnet_b0(
     output_stride: int = 32,
     trainable: str = "all",
     train_norm_affine: bool = False,
+    head_reads: str = "last",
     seed: int | None = None,
 ) -> EfficientNetB0:
-    """An EfficientNet-B0 with first weights drawn from `seed` (None: fresh entropy)."""
+    """An EfficientNet-B0 with first weights drawn from `seed` (None: fresh entropy).
+
+    A head on columns starts at zero: under much noise a first guess at random would stay in it.
+    """
     check_output_stride(output_stride)
     maker = norm_maker(norm)
-    model: EfficientNetB0 = initialised(lambda: EfficientNetB0(classes, maker, output_stride), seed)
+    reads = read_stages(head_reads, len(_STAGES) + 2)
+    model: EfficientNetB0 = initialised(
+        lambda: EfficientNetB0(classes, maker, output_stride, reads), seed
+    )
+    if reads is not None:
+        nn.init.zeros_(model.classifier[1].weight)  # type: ignore[arg-type]
     choose_trainable(
         model,
         stages=model.stages(),

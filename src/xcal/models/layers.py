@@ -33,6 +33,14 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
+class PublicConstants(nn.Module):
+    """A module whose buffers are public constants, read from a file and never updated."""
+
+    def reset_constants(self) -> None:
+        """Put the constants to values that change nothing."""
+        raise NotImplementedError
+
+
 class HalvingMaxPool2d(nn.MaxPool2d):
     """The maximum over 3x3 windows at every second pixel, with edges padded.
 
@@ -109,6 +117,8 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         _fill_with(module.bias, 0.0)
     if isinstance(module, nn.BatchNorm2d):
         module.reset_running_stats()
+    if isinstance(module, PublicConstants):
+        module.reset_constants()
 
 
 def _fill_with(tensor: Tensor | None, value: float) -> None:

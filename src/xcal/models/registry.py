@@ -19,6 +19,8 @@ STAGED: dict[str, Callable[..., nn.Module]] = {
     "efficientnet_b0": efficientnet_b0,
     "resnet18": resnet18,
 }
+COLUMNED = "efficientnet_b0"
+"""The network whose head may read several stages."""
 NETWORKS = ("small", *STAGED)
 
 
@@ -30,7 +32,10 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
     a `head_layer` (dotted name of the final Linear after global average pooling, or None).
     """
     name, seed = experiment.network, experiment.seed
+    if experiment.head_reads != "last" and name != COLUMNED:
+        raise UserError(f"head_reads is for the network {COLUMNED}: leave it out for {name!r}.")
     if name in STAGED:
+        reads = {} if experiment.head_reads == "last" else {"head_reads": experiment.head_reads}
         network = STAGED[name](
             classes,
             norm=experiment.norm,
@@ -38,6 +43,7 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
             trainable=experiment.train,
             train_norm_affine=experiment.train_norm,
             seed=seed,
+            **reads,
         )
     elif name == "small":
         network = small(classes, seed=seed)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.errors import UserError
+from xcal.models.columns import CONSTANTS
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -55,12 +56,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def load_published(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy published weights into a network, strictly but for the head, which stays as it is.
 
-    Every other name and shape must agree, both ways, and every number must be finite. Nothing is
-    changed when something disagrees.
+    Every other name and shape must agree, both ways, and every number must be finite; what the
+    network says it `leaves_out` is not asked for. Nothing is changed when something disagrees.
     """
     head = f"{getattr(model, 'head_layer', None) or ''}."
+    apart = (head, *getattr(model, "leaves_out", ()))
     own = {n: t for n, t in model.state_dict().items() if not n.startswith(head)}
-    given = {n: t for n, t in weights.items() if not n.startswith(head)}
+    given = {n: t for n, t in weights.items() if not n.startswith(apart)}
+    if set(CONSTANTS) & own.keys() - given.keys():
+        raise UserError(
+            "the head reads columns, and these weights lack the public constants that standardise"
+            " them: make a file that has them with `xcal data constants`"
+        )
     if any(name.endswith("running_mean") for name in given.keys() - own.keys()):
         raise UserError(
             "these weights come with batch-norm statistics, which this network has no place for: "

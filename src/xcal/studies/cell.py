@@ -26,6 +26,7 @@ from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadSettings, road
+from xcal.federation.constants import with_constants
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
@@ -68,7 +69,7 @@ def run_cell(
 ) -> Any:
     """The result of the cell and the test set it was measured on; resumes what stands in `work`."""
     began = time.monotonic()
-    experiment = cell.experiment(weights, device)
+    experiment = with_constants(cell.experiment(weights, device))
     federation = prepare(experiment)
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
