@@ -89,8 +89,9 @@ def _good(given: Mapping[str, Any]) -> Keys:
     """What learnt best under noise, by data set and ε; a sensible start for other data.
 
     With published weights only the head trains: of a large network every other number would get
-    noise too. It reads the middle stages, standardised by public constants. Without, it is the small network from scratch. Batches shrink as clients grow in
-    number, since each then holds less.
+    noise too. It reads the middle stages, standardised by public constants. Without weights, it is
+    the small network from scratch. Batches shrink as clients grow in number, since each then holds
+    less.
     """
     clients = given.get("clients", _CLIENTS)
     common = {"clients": clients, "clip": 1.0, "optimizer": "sgd", "average": 0.2}

@@ -185,8 +185,8 @@ def test_xcal_trains_on_columns_and_the_model_can_be_read_again(
     from xcal.report.runs import load_run
 
     made = with_constants(
-        make_experiment(keys(published, method="xcal", rounds=1, batch=40, signal_every=1, clients=2,
-                             clip=8.0, lr=0.1, road_images=0, road_test_images=0))
+        make_experiment(keys(published, method="xcal", rounds=1, batch=40, signal_every=1,
+                             clients=2, clip=8.0, lr=0.1, road_images=0, road_test_images=0))
     )  # fmt: skip
     folder = RunFolder.create(tmp_path / "run", made, [])
     result = run_experiment(folder, None, prepare(made))
