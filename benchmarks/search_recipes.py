@@ -19,7 +19,6 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +67,7 @@ class Search:
         self._base = base
         self._command = command
         self._scratch = scratch
-        self._federations: dict[int, Federation] = {}
         self._tables: dict[str, Tensor] = {}
-
-    def federation(self, seed: int) -> Federation:
-        if seed not in self._federations:
-            self._federations[seed] = prepare(make_experiment({**self._base, "seed": seed}))
-        return self._federations[seed]
 
     def activations(self, name: str, images: Images, split: Split) -> Tensor:
         """What the frozen beginning makes of all images, computed once and kept on disk."""
@@ -92,15 +85,9 @@ class Search:
         """
         began = time.monotonic()
         experiment = make_experiment({**self._base, **keys})
-        federation = self.federation(experiment.seed)
-        plans = tuple(
-            federation.method.plan(experiment, p.units, experiment.rounds)
-            for p in federation.plans
-            if p is not None
-        )
-        everyone = tuple(range(experiment.clients))
-        schedule = (everyone,) * experiment.rounds
-        federation = replace(federation, experiment=experiment, plans=plans, schedule=schedule)
+        federation = prepare(experiment)
+        plan = federation.plans[0]
+        assert plan is not None
         model = build_network(experiment, len(federation.data.classes))
         split = split_frozen(model)
         table = None
@@ -122,13 +109,12 @@ class Search:
                 weights, _ = server_round(t, weights, replies, Mean(), None)
                 reported = averaged(reported, weights, 1.0 if t == 0 else experiment.average)
             load_weights(model, reported)
-        assert plans[0] is not None
         validated = self._f1("validation", federation.data.validation, model, split)
         tested = self._f1("test", federation.data.test, model, split) if test else None
         return {
             "test_macro_f1": "" if tested is None else round(tested, 4),
             "validation_macro_f1": round(validated, 4),
-            "sigma": round(plans[0].sigma_static, 3),
+            "sigma": round(plan.sigma_static, 3),
             "seconds": round(time.monotonic() - began, 1),
             "commit": commit(),
             "command": self._command,

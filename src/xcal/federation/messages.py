@@ -33,8 +33,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 # The experiment's keys that a request carries: what the client's own training depends on.
 WIRE_KEYS = frozenset(
-    "method pixels network norm output_stride train train_norm rounds local_epochs epsilon delta"
-    " unit images_per_unit group_cap batch lr clip optimizer momentum q alpha beta gamma fill tau"
+    "method pixels network norm output_stride head_reads train train_norm rounds local_epochs"
+    " epsilon delta unit images_per_unit group_cap batch lr clip optimizer momentum q alpha beta"
+    " gamma fill tau"
     " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
     " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"
     " views augment average_steps clip_factor sigma_decay".split()
