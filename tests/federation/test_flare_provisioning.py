@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from federation.flare_support import free_port
+from support import tiny_home
+from xcal.config import to_toml
 from xcal.errors import UserError
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.check import check_party
@@ -160,6 +162,28 @@ def test_check_finds_a_loosened_kit(site: Party, tmp_path: Path) -> None:
         "chmod 600",
     ):
         assert word in found, word
+
+
+def test_check_finds_what_is_wrong_with_a_home(site: Party, tmp_path: Path) -> None:
+    party = copy(site, tmp_path / "homeless")
+    assert "xcal home init" in texts(party, "problem")
+    made = tiny_home(tmp_path / "made", epsilon_total=20.0, sigma_min=0.1)
+    made.rename(party.home)
+    shutil.copy(tmp_path / "made" / "experiment.toml", party.folder)
+    assert "data: " in texts(party, "ok")
+    loose = texts(party, "warning")
+    assert "epsilon_total = 20" in loose
+    assert "sigma_min = 0.1" in loose
+    about = party.home / "home.toml"
+    about.write_text(about.read_text().replace("shard = 0", "shard = 9"))
+    assert "data cannot be had" in texts(party, "problem")
+    table = {"client": "two", "population": "simulated client 0", "data": "not-imported"}
+    about.write_text(to_toml(table))
+    found = texts(party, "problem")
+    assert "no data set called 'not-imported'" in found
+    assert "the server asks for 'one'" in found
+    (party.home / "ledger.sqlite").unlink()
+    assert "ledger.sqlite does not exist" in texts(party, "problem")
 
 
 def test_check_finds_jobs_kept_elsewhere(

@@ -229,6 +229,8 @@ def status_command(
             time.sleep(every)
             for line in looking.news():
                 say(line)
+        for line in looking.last():
+            say(line)
 
 
 @app.command("stop")

@@ -133,43 +133,14 @@ def show_command(
 @app.command("check")
 def check_command(home: Path = typer.Argument(..., help="A client home.")) -> None:
     """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""
-    from xcal.data import catalog
     from xcal.federation.home import ClientHome
-    from xcal.federation.policy import looser_than_recommended
-    from xcal.privacy.ledger_rows import read_rows, terms_of, verify
+    from xcal.federation.home_check import check_home
 
-    opened = ClientHome.open(home)
-    typer.echo("home.toml and policy.toml: in order")
-    wrong = []
-    check = verify(opened.ledger_path)
-    if not check.ok:
-        wrong.append(f"the ledger's row {check.row} {check.problem}")
-    else:
-        typer.echo(f"ledger: {check.rows} rows, all in order")
-        terms = terms_of(read_rows(opened.ledger_path))
-        if terms.population != opened.about.population:
-            wrong.append(
-                f"the ledger is of the population {terms.population!r}, the home of"
-                f" {opened.about.population!r}"
-            )
-        if opened.about.simulated and not terms.simulated:
-            wrong.append("the home is simulated, and its ledger protects a real population")
-    try:
-        if opened.about.data is not None:
-            images = catalog.load(opened.about.data).train
-        else:
-            images = opened.images(opened.trial()).images
-        typer.echo(f"data: {len(images)} training images (their number of units becomes public)")
-    except UserError as error:
-        wrong.append(f"the data cannot be had: {error}")
-    weights = opened.about.weights
-    if weights is not None and not (opened.path / Path(weights).expanduser()).is_file():
-        wrong.append(f"there is no weights file {weights}")
-    for advice in looser_than_recommended(opened.policy):
-        typer.echo(f"policy looser than recommended: {advice}")
-    for name in ("home.toml", "policy.toml"):
-        if (opened.path / name).stat().st_mode & 0o022:
-            typer.echo(f"{name} can be written by others on this machine: chmod go-w it.")
+    found = check_home(ClientHome.open(home))
+    for finding in found:
+        if finding.level != "problem":
+            typer.echo(finding.text)
+    wrong = [finding.text for finding in found if finding.level == "problem"]
     for text in wrong:
         typer.echo(f"{home}: {text}", err=True)
     if wrong:

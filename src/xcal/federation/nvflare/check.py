@@ -11,7 +11,6 @@ import importlib.metadata
 import socket
 import ssl
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -19,20 +18,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from xcal.errors import UserError
+from xcal.federation.home import ClientHome
+from xcal.federation.home_check import Finding, check_home
 from xcal.federation.nvflare import process
 from xcal.federation.nvflare.hardening import looser_than_ours
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import VERSION, fingerprint_of
 
 SOON = datetime.timedelta(days=30)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`problem`: the party would not work or not be safe; `warning`: it works, look at it."""
-
-    level: str  # ok, warning, problem
-    text: str
 
 
 def check_party(party: Party, *, now: datetime.datetime | None = None) -> list[Finding]:
@@ -133,15 +126,21 @@ def _certificates(party: Party, now: datetime.datetime) -> list[Finding]:
 
 
 def _home(party: Party) -> list[Finding]:
-    from xcal.federation.home import ClientHome
-    from xcal.federation.policy import looser_than_recommended
-
     try:
         home = ClientHome.open(party.home)
     except UserError as error:
         return [Finding("problem", str(error))]
-    found = [Finding("warning", f"policy.toml: {t}") for t in looser_than_recommended(home.policy)]
-    return found or [Finding("ok", "policy.toml is no looser than recommended.")]
+    found = check_home(home)
+    # A simulated site answers by the number of the local engine's client that it stands for.
+    if not home.about.simulated and home.about.client != party.about.name:
+        found.append(
+            Finding(
+                "problem",
+                f"{party.home / 'home.toml'} says client = {home.about.client!r}: the server asks"
+                f" for {party.about.name!r}, so every request would be refused.",
+            )
+        )
+    return found
 
 
 def _server_port(party: Party) -> list[Finding]:

@@ -7,6 +7,7 @@ run is known by its name. FLARE's job ids change with every submission, so nothi
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcal.config import read_toml
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
@@ -138,6 +140,23 @@ class Lead:
             return None
         return answer if isinstance(answer, dict) else None
 
+    def abandoned(self, job: Job) -> bool:
+        """Whether the server lists a job as running and does not work on it.
+
+        For some seconds that is so of a job that ends; for good of one that its server died in.
+        """
+        from nvflare.fuel.flare_api.api_spec import InternalError, JobNotRunning, NoReply
+
+        if job.status != "RUNNING":
+            return False
+        try:
+            self._session.do_app_command(job.id, STATUS_TOPIC, {})
+        except JobNotRunning:
+            return True
+        except (NoReply, InternalError):
+            return False
+        return False
+
     def stop(self, job: Job) -> None:
         self._session.abort_job(job.id)
 
@@ -153,11 +172,23 @@ class Lead:
         found = Path(self._session.download_job_result(job.id, str(destination)))
         return found / "workspace" / RESULTS
 
-    def outcome(self, job: Job) -> str:
-        """Why a job ended as it did, in the server's words."""
+    def left(self, job: Job) -> dict[str, Any]:
+        """What a finished job left: its last words (`text`) and, as while it ran, its rounds."""
+        from nvflare.fuel.flare_api.api_spec import AuthorizationError
+
         with tempfile.TemporaryDirectory() as scratch:
-            path = self.fetch(job, Path(scratch)) / "outcome.json"
-            return str(read_json(path)["text"]) if path.exists() else "it left no word."
+            try:
+                folder = self.fetch(job, Path(scratch))
+            except AuthorizationError:  # who may look need not be who may fetch
+                return {"text": "only its lead can fetch what it left.", "rounds": []}
+            outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
+            told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
+            kept = folder / "experiment.toml"
+            return {
+                "text": read_json(outcome)["text"] if outcome.exists() else "it left no word.",
+                "total": read_toml(kept).get("rounds") if kept.exists() else None,
+                "rounds": [json.loads(line) for line in told],
+            }
 
     def connected(self) -> list[str]:
         info = self._session.get_system_info()

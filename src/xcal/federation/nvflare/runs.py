@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job
 from xcal.federation.nvflare.parties import Party, read_federation
 
 TIMEOUT = 3600.0  # seconds a round may take where nobody says otherwise
+ENDING = 30.0  # seconds that FLARE may take to see that a job has ended
 
 
 def submit(
@@ -156,6 +158,7 @@ class Look:
         self._job: Job | None = None
         self._told = 0
         self._last = ""
+        self._alone: float | None = None  # since when nobody works on a job that "runs"
 
     def first(self) -> Iterator[str]:
         there = self._session.connected()
@@ -170,24 +173,43 @@ class Look:
         yield from self.news()
 
     def goes_on(self) -> bool:
-        return self._job is not None and self._job.running
+        return self._job is not None and self._job.running and not self._given_up()
+
+    def last(self) -> Iterator[str]:
+        """What is left to say when looking ends."""
+        if self._alone is not None:
+            yield (
+                f"{self._run}: the server does not work on it. If that stays so, the server was"
+                f" restarted in the middle of it: xcal federation resume {self._run}"
+            )
+
+    def _given_up(self) -> bool:
+        return self._alone is not None and time.monotonic() - self._alone > ENDING
 
     def news(self) -> Iterator[str]:
         """What was not told yet."""
         assert self._run is not None
         self._job = self._session.last(self._run)
-        progress = self._session.progress(self._job) if self._job.running else None
-        for record in (progress or {}).get("rounds", [])[self._told :]:
+        finished = not self._job.running
+        # The last rounds may have come between two looks: a finished job keeps them.
+        progress = (
+            self._session.left(self._job) if finished else self._session.progress(self._job)
+        ) or {}
+        if finished or progress or not self._session.abandoned(self._job):
+            self._alone = None
+        elif self._alone is None:
+            self._alone = time.monotonic()
+        for record in progress.get("rounds", [])[self._told :]:
             self._told += 1
             if self._events is not None:
                 self._events.round(record)
-            yield round_line(record, (progress or {}).get("total"))
-        state = (progress or {}).get("state") or self._job.status
+            yield round_line(record, progress.get("total"))
+        state = progress.get("state") or self._job.status
         if state != self._last:
             self._last = state
             yield f"{self._run}: {state}"
-            if self._job.status.startswith("FINISHED") and state != "FINISHED:COMPLETED":
-                yield f"{self._run}: {self._session.outcome(self._job)}"
+            if finished and state != "FINISHED:COMPLETED":
+                yield f"{self._run}: {progress['text']}"
 
 
 @contextmanager

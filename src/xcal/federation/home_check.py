@@ -1,0 +1,90 @@
+"""What would keep a client home from answering, told before a server asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from xcal.data import catalog
+from xcal.errors import UserError
+from xcal.federation.home import ClientHome
+from xcal.federation.policy import looser_than_recommended
+from xcal.privacy.ledger_rows import read_rows, terms_of, verify
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`problem`: it would not work or not be safe; `warning`: it works, look at it."""
+
+    level: Level
+    text: str
+
+
+def check_home(home: ClientHome) -> list[Finding]:
+    """All that can be known about a home on its own machine; nothing is charged or changed."""
+    return [
+        Finding("ok", "home.toml and policy.toml: in order"),
+        *_ledger(home),
+        *_data(home),
+        *_policy(home),
+        *_modes(home),
+    ]
+
+
+def _ledger(home: ClientHome) -> list[Finding]:
+    try:
+        found = verify(home.ledger_path)
+    except UserError as error:
+        return [Finding("problem", str(error))]
+    if not found.ok:
+        return [Finding("problem", f"the ledger's row {found.row} {found.problem}")]
+    checked = [Finding("ok", f"ledger: {found.rows} rows, all in order")]
+    terms = terms_of(read_rows(home.ledger_path))
+    if terms.population != home.about.population:
+        checked.append(
+            Finding(
+                "problem",
+                f"the ledger is of the population {terms.population!r}, the home of"
+                f" {home.about.population!r}",
+            )
+        )
+    if home.about.simulated and not terms.simulated:
+        checked.append(
+            Finding("problem", "the home is simulated, and its ledger protects a real population")
+        )
+    return checked
+
+
+def _data(home: ClientHome) -> list[Finding]:
+    found = []
+    try:
+        if home.about.data is not None:
+            images = catalog.load(home.about.data).train
+        else:
+            images = home.images(home.trial()).images
+        told = f"data: {len(images)} training images (their number of units becomes public)"
+        found.append(Finding("ok", told))
+    except UserError as error:
+        found.append(Finding("problem", f"the data cannot be had: {error}"))
+    weights = home.about.weights
+    if weights is not None and not (home.path / Path(weights).expanduser()).is_file():
+        found.append(Finding("problem", f"there is no weights file {weights}"))
+    return found
+
+
+def _policy(home: ClientHome) -> list[Finding]:
+    return [
+        Finding("warning", f"policy looser than recommended: {advice}")
+        for advice in looser_than_recommended(home.policy)
+    ] or [Finding("ok", "policy: no looser than recommended")]
+
+
+def _modes(home: ClientHome) -> list[Finding]:
+    return [
+        Finding("warning", f"{name} can be written by others on this machine: chmod go-w it.")
+        for name in ("home.toml", "policy.toml")
+        if (home.path / name).stat().st_mode & 0o022
+    ]
