@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -138,8 +139,50 @@ def binary(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
+NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
+
+
+def openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+def certificates(folder: Path) -> None:
+    """`ca.crt`, and `server.crt` with `server.key` for localhost."""
+    fresh = ("-newkey", "rsa:2048", "-nodes")
+    openssl(
+        *(folder, "req", "-x509", *fresh, "-days", "2", "-subj", "/CN=our authority"),
+        *("-keyout", "ca.key", "-out", "ca.crt"),
+    )
+    openssl(
+        *(folder, "req", *fresh, "-subj", "/CN=localhost"),
+        *("-keyout", "server.key", "-out", "server.csr"),
+    )
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    openssl(
+        *(folder, "x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key"),
+        *("-CAcreateserial", "-days", "2", "-extfile", "names", "-out", "server.crt"),
+    )
+
+
+def proxy(folder: Path, behind: int) -> tuple[subprocess.Popen[bytes], int]:
+    """The shipped nginx file at work in `folder`, in front of a port; its process and its port."""
+    assert NGINX is not None
+    port = free_port()
+    shipped = (ROOT / "deploy" / "nginx-flower.conf").read_text()
+    text = shipped.replace("listen 8443", f"listen 127.0.0.1:{port}")
+    text = text.replace("127.0.0.1:39443", f"127.0.0.1:{behind}")
+    (folder / "nginx.conf").write_text(f"daemon off;\nmaster_process off;\n{text}")
+    words = [NGINX, "-p", str(folder), "-c", "nginx.conf"]
+    tried = subprocess.run([*words, "-t"], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+    return subprocess.Popen(words, stderr=subprocess.DEVNULL), port
+
+
 class Deployment:
-    """A SuperLink and SuperNodes of this test, ended by their process ids."""
+    """The guide's deployment: a SuperLink behind nginx, SuperNodes known by their keys.
+
+    All of it is ended by process ids.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -147,6 +190,18 @@ class Deployment:
         self.processes: list[subprocess.Popen[bytes]] = []
         bin_first = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self.environment = {**xcal_environment(), **ENVIRONMENT, "PATH": bin_first}
+        certificates(folder)
+        for who, port in (("admin", self.port), ("stranger", 0)):
+            self.aim(who, port)
+
+    def aim(self, who: str, port: int) -> None:
+        """Which SuperLink `flwr` speaks to for `who`."""
+        home = self.folder / f"flwr-{who}"
+        home.mkdir(exist_ok=True)
+        (home / "config.toml").write_text(
+            '[superlink]\ndefault = "silo"\n[superlink.silo]\n'
+            f'address = "localhost:{port}"\nroot-certificates = "{self.folder / "ca.crt"}"\n'
+        )
 
     def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
         home = self.folder / f"flwr-{name}"
@@ -166,30 +221,52 @@ class Deployment:
     def superlink(self) -> None:
         self.start(
             "superlink",
-            *("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("flower-superlink", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--ssl-certfile", "server.crt", "--ssl-keyfile", "server.key"),
+            *("--ssl-ca-certfile", "ca.crt", "--enable-supernode-auth"),
             *("--database", str(self.folder / "superlink.db")),
+            "--disable-runtime-dependency-installation",
         )
         for _ in range(600):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
+                    break
             time.sleep(0.2)
-        raise AssertionError((self.folder / "superlink.log").read_text())
+        else:
+            raise AssertionError((self.folder / "superlink.log").read_text())
+        process, self.front = proxy(self.folder, self.port)
+        self.processes.append(process)
+        self.aim("stranger", self.front)
+
+    def flwr(self, who: str, *words: str) -> subprocess.CompletedProcess[str]:
+        home = self.folder / f"flwr-{who}"
+        return subprocess.run(
+            [binary("flwr"), *words],
+            env={**self.environment, "FLWR_HOME": str(home), "COLUMNS": "200"},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def key(self, name: str) -> Path:
+        """A node's key pair, in the form that Flower takes."""
+        words = f"ssh-keygen -q -t ecdsa -b 384 -N '' -C node -f {name}.key"
+        subprocess.run(shlex.split(words), cwd=self.folder, check=True)
+        return self.folder / f"{name}.key"
 
     def supernode(self, home: Path) -> subprocess.Popen[bytes]:
+        key = self.key(f"node-{home.name}")
+        done = self.flwr("admin", "supernode", "register", f"{key}.pub", "silo", "--name", key.stem)
+        assert done.returncode == 0, done.stdout + done.stderr
         return self.start(
             f"node-{home.name}",
-            *("flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}"),
+            *("flower-supernode", "--superlink", f"localhost:{self.front}"),
+            *("--root-certificates", "ca.crt", "--auth-supernode-private-key", str(key)),
             *("--port", str(free_port()), "--node-config", f'home="{home}"'),
         )
 
     def run(self, **settings: Any) -> subprocess.Popen[bytes]:
-        admin = self.folder / "flwr-admin"
-        admin.mkdir(exist_ok=True)
-        (admin / "config.toml").write_text(
-            '[superlink]\ndefault = "silo"\n[superlink.silo]\n'
-            f'address = "127.0.0.1:{self.port}"\ninsecure = true\n'
-        )
         given = " ".join(f'{k}="{v}"' for k, v in settings.items())
         app = ROOT / "deploy" / "flower"
         return self.start("admin", "flwr", "run", str(app), "silo", "--stream", "-c", given)
@@ -228,7 +305,11 @@ def wait_for(path: Path, deployment: Deployment, seconds: float) -> None:
         time.sleep(0.2)
 
 
+with_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+
+
 @with_flower
+@with_nginx
 @at_length
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -244,6 +325,15 @@ def test_superlink_and_supernodes_give_the_local_engines_result(
     deployment.superlink()
     for home in homes:
         deployment.supernode(home)
+    # Who comes through the proxy, as a hospital would, can neither register a node nor start a run.
+    stranger = deployment.key("stranger")
+    for words in (
+        ("supernode", "register", f"{stranger}.pub", "silo", "--name", "stranger"),
+        ("run", str(ROOT / "deploy" / "flower"), "silo"),
+    ):
+        done = deployment.flwr("stranger", *words)
+        assert done.returncode != 0
+        assert "403" in done.stdout + done.stderr
     deployment.run(experiment=path, out=tmp_path / "run")
     wait_for(tmp_path / "run" / "result.json", deployment, 600)
     assert_same_run(tmp_path / "local", tmp_path / "run")
@@ -252,10 +342,7 @@ def test_superlink_and_supernodes_give_the_local_engines_result(
         assert verify(home / "ledger.sqlite").ok
 
 
-NGINX = shutil.which("nginx") or ("/usr/sbin/nginx" if Path("/usr/sbin/nginx").exists() else None)
-
-
-@pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
+@with_nginx
 def test_the_shipped_proxy_forwards_the_fleet_and_nothing_else(tmp_path: Path) -> None:
     import http.client
     import http.server
@@ -275,26 +362,15 @@ def test_the_shipped_proxy_forwards_the_fleet_and_nothing_else(tmp_path: Path) -
         def log_message(self, *args: Any) -> None:
             return
 
+    certificates(tmp_path)
     behind = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Behind)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    behind.socket = server.wrap_socket(behind.socket, server_side=True)
     threading.Thread(target=behind.serve_forever, daemon=True).start()
-    subprocess.run(
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -keyout server.key -out server.crt"
-        " -subj /CN=localhost -addext subjectAltName=DNS:localhost".split(),
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-    )
-    port = free_port()
-    shipped = (ROOT / "deploy" / "nginx-flower.conf").read_text()
-    text = shipped.replace("listen 8443", f"listen 127.0.0.1:{port}")
-    text = text.replace("127.0.0.1:39443", f"127.0.0.1:{behind.server_address[1]}")
-    (tmp_path / "nginx.conf").write_text(f"daemon off;\nmaster_process off;\n{text}")
-    assert NGINX is not None
-    proxy = subprocess.Popen(
-        [NGINX, "-p", str(tmp_path), "-c", "nginx.conf"], stderr=subprocess.DEVNULL
-    )
+    process, port = proxy(tmp_path, behind.server_address[1])
     try:
-        trust = ssl.create_default_context(cafile=str(tmp_path / "server.crt"))
+        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
 
         def ask(path: str) -> int:
             for _ in range(50):
@@ -317,7 +393,7 @@ def test_the_shipped_proxy_forwards_the_fleet_and_nothing_else(tmp_path: Path) -
         assert plain.getresponse().status == 400  # not without TLS
         plain.close()
     finally:
-        proxy.terminate()
-        proxy.wait()
+        process.terminate()
+        process.wait()
         behind.shutdown()
         behind.server_close()

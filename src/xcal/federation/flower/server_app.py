@@ -25,6 +25,8 @@ from xcal.federation.local import run_experiment, threads_of
 from xcal.federation.setup import Federation, prepare, prepare_remote
 from xcal.federation.simulated import make_homes
 
+ROUND_TIMEOUT = 3600.0  # without one, a dead client would hold a round up for good
+
 app = ServerApp()
 
 
@@ -73,6 +75,8 @@ def main(grid: Grid, context: Context) -> None:
     else:
         path = settings.get("experiment")
         made, given = load_experiment(Path(str(path)).expanduser() if path else None)
+        if made.round_timeout is None and not settings.get("simulated"):
+            made = made.model_copy(update={"round_timeout": ROUND_TIMEOUT})
         folder = RunFolder.create(out, made, sorted(given))
     if settings.get("simulated"):
         _done(run_simulated(grid, folder, Spoken()), out)
