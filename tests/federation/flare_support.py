@@ -22,7 +22,7 @@ from xcal.federation.nvflare.local import init_local, parties_in
 from xcal.federation.nvflare.parties import Party
 
 LONG = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         "XCAL_TEST_FEDERATION" not in os.environ, reason="`make test-federation` runs it"
     ),

@@ -182,10 +182,13 @@ class Lead:
             except AuthorizationError:  # who may look need not be who may fetch
                 return {"text": "only its lead can fetch what it left.", "rounds": []}
             outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
+            wordless = "it left no word: see the server's log."
+            if job.status == "FINISHED:ABORTED":  # FLARE ends it before it can say so
+                wordless = f"stopped; go on with `xcal federation resume {job.run}`."
             told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
             kept = folder / "experiment.toml"
             return {
-                "text": read_json(outcome)["text"] if outcome.exists() else "it left no word.",
+                "text": read_json(outcome)["text"] if outcome.exists() else wordless,
                 "total": read_toml(kept).get("rounds") if kept.exists() else None,
                 "rounds": [json.loads(line) for line in told],
             }

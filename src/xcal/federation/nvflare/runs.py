@@ -204,7 +204,8 @@ class Look:
             if self._events is not None:
                 self._events.round(record)
             yield round_line(record, progress.get("total"))
-        state = progress.get("state") or self._job.status
+        # A job that begins or ends tells nothing of itself: what was said last still holds.
+        state = progress.get("state") or (not finished and self._last) or self._job.status
         if state != self._last:
             self._last = state
             yield f"{self._run}: {state}"
@@ -236,7 +237,9 @@ def round_line(record: dict[str, Any], total: int | None) -> str:
         spent = client.get("share_spent")
         if spent is not None:
             parts.append(f"{client['client']} {spent:.0%} spent")
-    for kind in ("missing", "refused", "exhausted"):
+    for kind in ("missing", "exhausted"):
         if record.get(kind):
-            parts.append(f"{kind}: {record[kind]}")
+            parts.append(f"{kind}: {', '.join(record[kind])}")
+    for client, code in record.get("refused", {}).items():
+        parts.append(f"{client} refused ({code})")
     return ", ".join(parts)
