@@ -205,5 +205,7 @@ def test_renewal_keeps_the_owners_settings(
     assert party.certificate.read_bytes() == before  # the old kit serves until the answer comes
     provision.accept(party, provision.approve(coordinator, party.request_file))
     assert party.certificate.read_bytes() != before
+    assert {p.name for p in party.kit.iterdir()} == {p.name for p in site.kit.iterdir()}
+    assert {p.name for p in party.startup.iterdir()} == {p.name for p in site.startup.iterdir()}
     assert '"retry_timeout": 31' in mark.read_text()
     assert "fits" in texts(party, "ok")

@@ -92,3 +92,11 @@ def test_no_home_is_one_sentence(invoke: Invoke, tmp_path: Path) -> None:
         code, _, err = invoke("home", command, str(tmp_path / "none"))
         assert code == 2
         assert "xcal home init" in err
+
+
+def test_fingerprints_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would make an emoji of :AB: and drop what looks like markup."""
+    from xcal.cli.federation import say
+
+    say("SHA256:2C:AB:46 [bold]")
+    assert capsys.readouterr().out == "SHA256:2C:AB:46 [bold]\n"

@@ -14,7 +14,8 @@ from xcal.errors import UserError
 app = typer.Typer(
     help="A federation between hospitals: certificates, checks, runs.", no_args_is_help=True
 )
-console = Console(highlight=False, soft_wrap=True)
+# A fingerprint may hold ":AB:", which rich would print as an emoji.
+console = Console(highlight=False, soft_wrap=True, emoji=False)
 
 LEAD = typer.Option(
     None, "--lead", envvar="XCAL_LEAD", help="The lead's folder (or a viewer's, to look)."

@@ -101,7 +101,7 @@ def show_command(
     from xcal.privacy.ledger_rows import read_rows, runs_of
 
     opened = ClientHome.open(home)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     about, policy = opened.about, opened.policy
     console.print(
         f"Client {about.client!r}, population {about.population!r}, data"

@@ -122,11 +122,16 @@ def server_resources(store: Path) -> dict[str, Any]:
     }
 
 
+def remove_scripts(startup: Path) -> None:
+    """FLARE's own scripts would start it with another Python and look for code to load."""
+    for stock in (*startup.glob("*.sh"), *startup.glob("*.ipynb")):
+        stock.unlink()
+
+
 def harden(party: Party) -> None:
     """Replace the stock policies of a fresh kit by ours; nothing of the stock ones is left."""
     local = party.local
-    for stock in (*party.startup.glob("*.sh"), *party.startup.glob("*.ipynb")):
-        stock.unlink()  # they would start FLARE with another Python and look for code to load
+    remove_scripts(party.startup)
     for stock in (*local.glob("*.default"), *local.glob("*.sample")):
         if stock.name == "log_config.json.default":
             stock.rename(local / "log_config.json")

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
-from xcal.federation.nvflare.hardening import harden
+from xcal.federation.nvflare.hardening import harden, remove_scripts
 from xcal.federation.nvflare.parties import (
     FederationFile,
     Invitation,
@@ -326,8 +326,12 @@ def accept(party: Party, signed: Path) -> None:
     if made is None:
         raise UserError(f"FLARE made no kit from {signed}: ask the coordinator to approve again.")
     if party.kit.exists():  # a renewal: certificates are new, the owner's settings stay
-        shutil.rmtree(party.startup)
+        remove_scripts(made)
+        aside = party.kit / "startup.old"
+        shutil.rmtree(aside, ignore_errors=True)
+        party.startup.rename(aside)
         made.rename(party.startup)
+        shutil.rmtree(aside)
     else:
         made.parent.rename(party.kit)
         harden(party)

@@ -207,9 +207,9 @@ class Look:
         # A job that begins or ends tells nothing of itself: what was said last still holds.
         state = progress.get("state") or (not finished and self._last) or self._job.status
         if state != self._last:
-            self._last = state
+            said, self._last = self._last, state
             yield f"{self._run}: {state}"
-            if finished and state != "FINISHED:COMPLETED":
+            if finished and state != "FINISHED:COMPLETED" and progress["text"] != said:
                 yield f"{self._run}: {progress['text']}"
 
 
