@@ -12,14 +12,16 @@ import torch
 import xcal
 from support import TINY, tiny
 from xcal.config import make_experiment
+from xcal.explain.signal import SignalSettings
 from xcal.federation.files import read_tensors
 from xcal.models.registry import build_network
 from xcal.models.split import split_frozen
 from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.training.clipping import ClippingEngine
+from xcal.training.clipping import Bound, ClippingEngine
 from xcal.training.evaluate import PublicImages, predict
 from xcal.training.local import Bench, LocalData, Optimiser
 from xcal.training.steps import clipped_sum
+from xcal.training.xcal import _forward
 
 NETWORK = {"network": "resnet18", "pixels": 32}
 
@@ -71,6 +73,38 @@ def test_clipped_sums_are_those_of_the_whole_network(train: str, views: int) -> 
             torch.testing.assert_close(one.gradients[name], sums[0].gradients[name],
                                        rtol=1e-4, atol=1e-6)  # fmt: skip
     torch.testing.assert_close(sums[1].features, sums[3].features, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("views", [1, 3])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
+    share: float, views: int
+) -> None:
+    model = network("head")
+    split = split_frozen(model)
+    found = []
+    for megabytes in (0, 64):
+        data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1,
+                         views=views)  # fmt: skip
+        assert data.keep_activations(split, megabytes) == (megabytes > 0)
+        bench = Bench(
+            client="0", method="m", round=0, first_step=0, model=model,
+            engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
+            optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=12, clip=1.0,
+            split=split if megabytes else None, chunk=4,
+        )  # fmt: skip
+        batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
+        entering = np.arange(batch.n_units) < share * batch.n_units
+        found.append(_forward(bench, batch, entering, SignalSettings(), Bound(1.0)))
+    (sums, parts, chosen), (kept_sums, kept_parts, kept_chosen) = found
+    assert torch.equal(chosen, kept_chosen)
+    assert int(chosen.sum()) == int(entering.sum())  # one plain image a unit
+    for name in sums.gradients:
+        torch.testing.assert_close(kept_sums.gradients[name], sums.gradients[name],
+                                   rtol=1e-4, atol=1e-6)  # fmt: skip
+    for name in ("logit_drop", "margin", "concentration"):
+        torch.testing.assert_close(getattr(kept_parts, name), getattr(parts, name),
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
 
 
 def test_public_images_are_judged_alike_with_and_without_kept_activations() -> None:

@@ -91,3 +91,11 @@ def test_a_run_names_its_preset(tmp_path: Path) -> None:
     assert f"lr = {TINY['lr']}" in pinned
     for name in ("statement.txt", "card.md"):
         assert "preset paper" in (tmp_path / "run" / name).read_text(), name
+
+
+def test_good_reads_standardised_stages_where_the_network_has_them() -> None:
+    keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
+    made = make_experiment(keys)
+    assert (made.network, made.head_reads, made.train) == ("efficientnet_b0", "stages:4-6", "head")
+    assert make_experiment({**keys, "network": "resnet18"}).head_reads == "last"
+    assert make_experiment({**keys, "weights": None}).head_reads == "last"

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import (
     Components,
     SignalSettings,
@@ -258,16 +259,39 @@ def _forward(
     settings: SignalSettings,
     bound: Bound,
 ) -> tuple[ClippedSum, Components, Tensor]:
-    """Clipped sum, signal components and the images they belong to, from one training forward."""
-    sums = clipped_sum(bench, batch, bound, capture=str(bench.model.cam_layer))
+    """Clipped sum, signal components and the images they belong to.
+
+    From one training forward; but where the explained map lies in a frozen beginning whose
+    activations are kept, only the images that enter the signal go through the whole network.
+    """
     chosen = torch.from_numpy(entering).to(batch.units.device)[batch.units]
     if batch.plain is not None:
         chosen &= batch.plain  # the signal is that of the image as it is
+    cam_layer = str(bench.model.cam_layer)
+    if bench.split is not None and not bench.split.passes(bench.model.get_submodule(cam_layer)):
+        return clipped_sum(bench, batch, bound), _looked_at(bench, batch, chosen, settings), chosen
+    sums = clipped_sum(bench, batch, bound, capture=cam_layer)
     assert sums.features is not None
     parts = image_components(
         bench.model, batch.pictures(chosen), sums.logits[chosen], sums.features[chosen], settings
     )
     return sums, parts, chosen
+
+
+def _looked_at(bench: Bench, batch: Batch, chosen: Tensor, settings: SignalSettings) -> Components:
+    """The components of the chosen images, a chunk at a time through the whole network."""
+    nothing = torch.zeros(0, dtype=torch.float64, device=chosen.device)
+    found = [Components(nothing, nothing, nothing)]
+    for rows in torch.split(chosen.nonzero().flatten(), bench.chunk) if bool(chosen.any()) else ():
+        images = batch.pictures(rows)
+        with torch.no_grad():
+            logits, features = forward_with_features(bench.model, images)
+        found.append(image_components(bench.model, images, logits, features, settings))
+    return Components(
+        torch.cat([part.logit_drop for part in found]),
+        torch.cat([part.margin for part in found]),
+        torch.cat([part.concentration for part in found]),
+    )
 
 
 def _broken_units(
