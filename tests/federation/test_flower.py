@@ -112,11 +112,14 @@ def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not (out / "rounds.jsonl").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=120)
+    try:
+        while not (out / "rounds.jsonl").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()  # Ray's processes end with the one that started them
     assert process.returncode == 130, printed + errors
     assert "xcal run --resume" in " ".join(printed.split())
     xcal.run(tmp_path / "whole", **{**TINY, **quick})

@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Ray's own 15 is for interactive machines: beside other work, clients would hardly run at all.
+    "RAY_worker_niceness": "0",
 }
 
 
