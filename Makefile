@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
 	@echo "make test     all checks and tests"
-	@echo "make test-federation   the engines Flower and NVIDIA FLARE, with real processes"
+	@echo "make test-federation   Flower and NVIDIA FLARE, with real processes (70 minutes on busy cores)"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
 	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (20 minutes)"

@@ -1,6 +1,7 @@
 """What a round costs the server, against the number of sites and the size of the model.
 
-    python benchmarks/federation_growth.py [SITES …]        (default 1 5 10 25 50)
+    python benchmarks/federation_growth.py [SITES …]            (default 1 5 10 25 50)
+    python benchmarks/federation_growth.py NETWORK:SITES …      measures these, keeps other rows
 
 Runs the real coordinator (requests encoded, answers decoded and checked, averaged, checkpointed)
 over a carrier whose simulated sites answer at once with the weights they were sent, so that what is
@@ -153,23 +154,27 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         sys.exit()
-    counts = [int(word) for word in sys.argv[1:]] or [1, 5, 10, 25, 50]
-    rows = []
-    for network in NETWORKS:
-        for sites in (n for n in counts if n <= MOST.get(network, n)):
-            # a process each, so that peak memory is its own
-            words = [sys.executable, __file__, "--one", network, str(sites)]
-            done = subprocess.run(words, capture_output=True, text=True, check=True)
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-            print(rows[-1], flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    about = {
-        "command": command(),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": f"{platform.machine()}, one thread",
-        "rows": rows,
-    }
-    write_json(RESULTS / "federation-growth.json", about)
-    (RESULTS / "federation-growth.md").write_text(table(rows))
+    path = RESULTS / "federation-growth.json"
+    wanted = [(w.split(":")[0], int(w.split(":")[1])) for w in sys.argv[1:] if ":" in w]
+    rows = json.loads(path.read_text())["rows"] if wanted else []
+    if not wanted:
+        counts = [int(word) for word in sys.argv[1:]] or [1, 5, 10, 25, 50]
+        wanted = [(n, c) for n in NETWORKS for c in counts if c <= MOST.get(n, c)]
+    for network, sites in wanted:
+        # a process each, so that peak memory is its own
+        words = [sys.executable, __file__, "--one", network, str(sites)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        row = {**json.loads(done.stdout.splitlines()[-1]), "commit": commit()}
+        print(row, flush=True)
+        rows = [r for r in rows if (r["network"], r["sites"]) != (network, sites)] + [row]
+        rows.sort(key=lambda r: (NETWORKS.index(r["network"]), r["sites"]))
+        RESULTS.mkdir(exist_ok=True)
+        about = {
+            "command": command(),
+            "versions": versions(),
+            "machine": f"{platform.machine()}, one thread",
+            "rows": rows,
+        }
+        write_json(path, about)
+        (RESULTS / "federation-growth.md").write_text(table(rows))
     print(table(rows))

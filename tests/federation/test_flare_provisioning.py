@@ -5,13 +5,18 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+import socket
 import stat
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from federation.flare_support import free_port
 from support import tiny_home
@@ -20,6 +25,8 @@ from xcal.errors import UserError
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.check import check_party
 from xcal.federation.nvflare.parties import Invitation, Party
+
+Invoke = Callable[..., tuple[int, str, str]]
 
 SOURCE = """
 name = "pair"
@@ -131,6 +138,43 @@ def test_check_finds_a_bad_certificate_or_clock(site: Party, tmp_path: Path) -> 
     other = site.folder.parent / "coordinator" / "ca" / "rootCA.pem"
     moved.certificate.write_bytes(other.read_bytes())
     assert "another key" in texts(moved, "problem")
+    # a certificate for the right key that the site made itself
+    key = serialization.load_pem_private_key(moved.key.read_bytes(), password=None)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "one")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=90))
+        .sign(key, hashes.SHA256())  # type: ignore[arg-type]
+    )
+    moved.certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    assert "signed by another CA" in texts(moved, "problem")
+
+
+def test_check_finds_a_port_in_use(coordinator: provision.Coordinator) -> None:
+    server = Party.find(coordinator.server)
+    with socket.create_server(("127.0.0.1", server.about.port)):
+        assert "is in use by another process" in texts(server, "problem")
+
+
+def test_accept_makes_the_home_and_checks(
+    coordinator: provision.Coordinator, tmp_path: Path, invoke: Invoke
+) -> None:
+    invited = Invitation.read(coordinator.invitation_file("two"))
+    party = provision.join(invited, tmp_path / "two")
+    signed = provision.approve(coordinator, party.request_file)
+    words = ["federation", "accept", str(party.folder), str(signed), "--data", "smear"]
+    code, _, err = invoke(*words)
+    assert code == 2
+    assert "all of --data, --population" in err
+    assert not party.accepted()
+    code, out, err = invoke(
+        *words, "--population", "smears of two", "--epsilon", "5", "--delta", "1e-5"
+    )
+    assert code == 0, err
+    assert "epsilon_total = 5.0" in (party.home / "policy.toml").read_text()
+    assert "data: " in out
+    assert "problem" not in out
 
 
 def test_check_finds_a_loosened_kit(site: Party, tmp_path: Path) -> None:

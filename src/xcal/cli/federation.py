@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from xcal.cli.home import make_home
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -118,20 +119,57 @@ def approve_command(
 def accept_command(
     folder: Path = typer.Argument(..., help="The party's folder."),
     answer: Path = typer.Argument(..., help="The coordinator's answer."),
+    data: str | None = typer.Option(
+        None, help="Make a site's home too: the imported data set it trains on."
+    ),
+    population: str | None = typer.Option(None, help="With --data: whose data these are."),
+    epsilon: float | None = typer.Option(
+        None, help="With --data: highest ε of all runs, for life."
+    ),
+    delta: float | None = typer.Option(None, help="With --data: highest δ of all runs, for life."),
+    epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
+    delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
+    unit: str = typer.Option("record", help="With --data: what a run must protect at least."),
 ) -> None:
-    """Site: build the kit from the answer, with hardened policies, and check it."""
+    """Site: build the kit from the answer, with hardened policies, and check it.
+
+    With --data, --population, --epsilon and --delta it also makes the site's home and its
+    policy.toml, as `xcal home init` does.
+    """
     from xcal.federation.nvflare import provision
+    from xcal.federation.nvflare.check import check_party
     from xcal.federation.nvflare.parties import Party
 
     party = Party.find(folder)
+    terms = (data, population, epsilon, delta)
+    if any(t is not None for t in terms):
+        if any(t is None for t in terms):
+            raise UserError("A home needs all of --data, --population, --epsilon and --delta.")
+        if party.about.role != "site" or party.home.exists():
+            raise UserError(f"{folder} needs no home: leave out --data and what goes with it.")
     provision.accept(party, answer)
     say(f"Built the kit in {party.kit}: no foreign code, no shell, no log streaming.")
-    if party.about.role == "site" and not party.home.exists():
+    if data is not None:
+        assert population is not None and epsilon is not None and delta is not None
+        make_home(
+            party.home,
+            client=party.about.name,
+            population=population,
+            epsilon=epsilon,
+            delta=delta,
+            data=data,
+            epsilon_run=epsilon_run,
+            delta_run=delta_run,
+            unit=unit,
+        )
+    elif party.about.role == "site" and not party.home.exists():
         say("Now give it a home with your data and your terms, which only you can change:")
         say(
             f"  xcal home init {party.home} --client {party.about.name} --data NAME"
             " --population WHO --epsilon 5 --delta 1e-5"
         )
+    for finding in check_party(party):
+        say(f"{finding.level:8} {finding.text}")
     if party.about.role in ("site", "server"):
         say(f"Then: xcal federation check {folder} && xcal federation start {folder}")
 

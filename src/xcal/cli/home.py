@@ -53,6 +53,40 @@ def init_command(
     ),
 ) -> None:
     """Make a client home: `home.toml`, `policy.toml` and a ledger with your limits."""
+    make_home(
+        home,
+        client=client,
+        population=population,
+        epsilon=epsilon,
+        delta=delta,
+        data=data,
+        experiment=experiment,
+        shard=shard,
+        epsilon_run=epsilon_run,
+        delta_run=delta_run,
+        unit=unit,
+        weights=weights,
+        seed=seed,
+    )
+
+
+def make_home(
+    home: Path,
+    *,
+    client: str,
+    population: str,
+    epsilon: float,
+    delta: float,
+    data: str | None = None,
+    experiment: Path | None = None,
+    shard: int = 0,
+    epsilon_run: float | None = None,
+    delta_run: float | None = None,
+    unit: str = "record",
+    weights: Path | None = None,
+    seed: int | None = None,
+) -> None:
+    """Check the owner's terms, make the home and say so."""
     from xcal.federation.home import HomeTable, create_home
     from xcal.federation.policy import Policy
     from xcal.privacy.calibration import check_target
