@@ -12,7 +12,7 @@ help:
 	@echo "make test-federation   Flower and NVIDIA FLARE, with real processes (70 minutes on busy cores)"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (about half an hour)"
-	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (20 minutes)"
+	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (10 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
@@ -59,7 +59,7 @@ test-faults: install
 	@echo "== Faults: damaged files, full disks, hostile servers, at length =="
 	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py
 	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
-	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 2
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 5
 
 # Real processes on loopback; the engines are extras, so they are installed here.
 test-federation: install
