@@ -27,6 +27,7 @@ from xcal.methods.base import CentralMethod
 from xcal.models.registry import build_network
 from xcal.privacy.ledger_rows import charges_of, read_rows
 from xcal.privacy.noise import SeededNoise
+from xcal.training.adaptive import ClipState
 from xcal.training.local import trainable
 
 
@@ -52,15 +53,17 @@ def audit_clients(
         rule = server_rule(experiment, method, canaries, plan, site)
         state = rule.load_state(None)
         for number in range(experiment.rounds):
+            # The norm of this round follows from earlier releases, so a canary may know it.
+            clip = _norm(method.load_server_state(state.method, experiment), experiment)
             replies = [
-                _answer(i, weights, directions, experiment.clip if included[i] else 0.0)
+                _answer(i, weights, directions, clip if included[i] else 0.0)
                 for i in range(canaries)
             ]
             after, state = server_round(number, weights, replies, rule, state)
             # The mean over a fixed number of clients, so times it is the sum.
             released = (flat(after).double() - flat(weights).double()) * canaries
-            readings.append(directions.read(released / experiment.clip))
-            floors.append(float(released.std()) / experiment.clip / spread)
+            readings.append(directions.read(released / clip))
+            floors.append(float(released.std()) / clip / spread)
             weights = after
         charges = charges_of(read_rows(site.ledger_path), RUN)
     expected, accuracy = ideal_audits(
@@ -100,6 +103,12 @@ def audit_clients(
             )
         )
     return audits
+
+
+def _norm(state: object, experiment: Experiment) -> float:
+    """What updates are clipped to in a round that begins with this state."""
+    adapted = state.clip if isinstance(state, ClipState) else None
+    return experiment.clip if adapted is None else adapted
 
 
 def _answer(client: int, weights: Weights, directions: Directions, length: float) -> RoundReply:
