@@ -121,7 +121,7 @@ def one_run(rows: list[dict[str, Any]]) -> str:
         head,
         [
             [
-                f"`{r['method']}`",
+                f"`{r['method']}`" + (", level client" if r.get("level") == "client" else ""),
                 f"{r['canaries']} {r['canary']}",
                 r["view"],
                 "∞" if r["epsilon_claimed"] is None else f"{r['epsilon_claimed']:g}",
@@ -212,7 +212,11 @@ def main(folder: Path) -> None:
         ("membership", MEMBERSHIP, membership),
         ("inversion", INVERSION, inversion),
     ):
-        rows = [row for r in results for row in r.get(attack, ())]
+        rows = [
+            {**row, "level": r["settings"].get("level")}
+            for r in results
+            for row in r.get(attack, ())
+        ]
         if attack == "inversion":
             rows.sort(key=lambda r: (r["network"] == "small", -(r["epsilon"] or 1e9), r["setting"]))
         if rows:
