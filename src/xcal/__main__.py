@@ -13,16 +13,23 @@ from xcal.cli.interrupts import INTERRUPTED, interrupted, noting
 
 def main() -> None:
     """Import the commands and carry out the one that was asked for."""
-    with noting():
-        try:
-            from xcal.cli.main import main as carry_out
+    try:
+        with noting():
+            _carry_out()
+    except KeyboardInterrupt:  # on the way out
+        sys.exit(INTERRUPTED)
 
-            carry_out()
-        except BaseException as error:
-            if isinstance(error, SystemExit) or not interrupted():
-                raise
-            print("\nxcal: interrupted.", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+
+def _carry_out() -> None:
+    try:
+        from xcal.cli.main import main as command
+
+        command()
+    except BaseException as error:
+        if isinstance(error, SystemExit) or not interrupted():
+            raise
+        print("\nxcal: interrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

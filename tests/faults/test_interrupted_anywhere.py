@@ -81,7 +81,11 @@ def test_control_c_before_any_line(tmp_path: Path) -> None:
     lines = tmp_path / "lines.json"
     code, _, err = ForkedXcal([*start, str(whole)], log, lambda: _write_lines(lines)).wait()
     assert code == 0, err
-    passed = [((str(file), int(number)), times) for (file, number), times in _read(lines)]
+    passed = [
+        ((str(file), int(number)), times)
+        for (file, number), times in _read(lines)
+        if not file.endswith("__main__.py")  # its few lines are what catches the last of them
+    ]
     assert len(passed) > 1000
     rng = random.Random(8)
     run, snapshot, interrupted = 0, Snapshot(), 0
