@@ -235,12 +235,12 @@ def run_chain(
         victim = launch(words, log)
         number += 1
         tally.resumes += resumed
+        politely = interrupt_every * (tally.interrupts + 1) <= sum(tally.kills.values())
         if not kinds:
             kinds = rng.sample(MOMENTS, len(MOMENTS))
-        kind = kinds.pop()
+        kind = rng.choice(MOMENTS) if politely else kinds.pop()
         moment = draw_moment(rng, kind, lasts[launch])
         came = not finishing and wait_for(moment, victim, out)
-        politely = interrupt_every * (tally.interrupts + 1) <= sum(tally.kills.values())
         if came and politely:
             victim.interrupt()
             _wait(victim)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,9 +37,10 @@ def group_of_file(files: Files, name: str) -> str | None:
         return None
     try:
         header = _read(files.read(name), header_only=True)
+        with _read_lazily():
+            patient = str(header.get("PatientID", "") or "").strip()
     except BadFile:
         return None  # decoding will say what is wrong with it
-    patient = str(header.get("PatientID", "") or "").strip()
     return f"patient {patient}" if patient else None
 
 
@@ -48,6 +51,22 @@ def decode_dicom(data: bytes, pixels: int) -> tuple[Square, tuple[int, int]]:
     range) and the photometric interpretation (MONOCHROME1 is shown inverted) are applied.
     """
     dataset = _read(data, header_only=False)
+    with _read_lazily():
+        return _picture(dataset, pixels)
+
+
+@contextmanager
+def _read_lazily() -> Iterator[None]:
+    """pydicom understands a field when it is first asked for, and can fail anywhere in that."""
+    try:
+        yield
+    except (BadFile, MemoryError):
+        raise
+    except Exception as error:
+        raise BadFile(f"has a broken DICOM header ({type(error).__name__})") from error
+
+
+def _picture(dataset: Any, pixels: int) -> tuple[Square, tuple[int, int]]:
     width, height = int(dataset.get("Columns", 0) or 0), int(dataset.get("Rows", 0) or 0)
     if width * height > MOST_PIXELS:
         raise BadFile(f"is too large ({width:,}×{height:,} pixels)")
