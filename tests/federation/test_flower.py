@@ -178,7 +178,8 @@ def proxy(folder: Path, behind: int) -> tuple[subprocess.Popen[bytes], int]:
     words = [NGINX, "-p", str(folder), "-c", "nginx.conf"]
     tried = subprocess.run([*words, "-t"], capture_output=True, text=True)
     assert tried.returncode == 0, tried.stderr
-    return subprocess.Popen(words, stderr=subprocess.DEVNULL), port
+    # in a session of its own, so that it is ended as Flower's processes are
+    return subprocess.Popen(words, stderr=subprocess.DEVNULL, start_new_session=True), port
 
 
 class Deployment:

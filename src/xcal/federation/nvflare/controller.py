@@ -102,6 +102,11 @@ class XcalController(ModelController):
         if experiment.round_timeout is None or experiment.quorum is None:
             raise UserError("A federation's run needs a quorum and a round_timeout.")
         self._carrier.sites = sites
+        # FLARE takes nobody into a job later: no round waits for a site that is not in it now.
+        there = {str(client.name) for client in self.engine.get_clients()}
+        for site in sites.values():
+            if site not in there:
+                self._carrier.gone(site)
         return prepare_remote(experiment, list(sites))
 
     def _leave(self, path: Path, ok: bool, text: str) -> None:
