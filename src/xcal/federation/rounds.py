@@ -172,9 +172,18 @@ def _ignore(count: int) -> None:
 def _last_reply(site: Site, request: RoundRequest) -> tuple[Weights, dict[str, Any]] | None:
     path = site.folder(request.run) / "reply.safetensors"
     found = read_tensors(path)
-    if found is None and path.exists():
+    if path.exists() and not (found is not None and _is_reply(*found)):
         raise Refused("home", f"{path} cannot be read: it is damaged. Restore it from a backup.")
     return found
+
+
+def _is_reply(tensors: Weights, about: dict[str, Any]) -> bool:
+    """Whether a file that could be read says what a stored reply says."""
+    try:
+        _reply_from(tensors, about)
+        return {"round", "request", "state"} <= about.keys()
+    except (TypeError, KeyError, AttributeError):
+        return False
 
 
 def _train(
