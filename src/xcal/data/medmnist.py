@@ -118,7 +118,7 @@ def _arrays(path: Path) -> list[tuple[NDArray[np.uint8], NDArray[Any], Split]]:
             for part, split in _PARTS:
                 if {f"{part}_images", f"{part}_labels"} <= names:
                     found.append((file[f"{part}_images"], file[f"{part}_labels"], split))
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{path} is not an .npz file that can be read: {error}.") from error
     if not found:
         raise UserError(f"{path} holds no train_images and train_labels: not the MedMNIST format.")
