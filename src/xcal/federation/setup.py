@@ -186,8 +186,8 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             " validation_images, or choose a data set that has some."
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    if clips_units(method):  # refuse an unfit network before anything is charged
-        network = build_network(experiment, len(data.classes))
+    network = build_network(experiment, len(data.classes))  # refused before anything is made
+    if clips_units(method):
         check_network(experiment, network, train.pixels.shape[1])
     for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
         # All homes are asked before any is charged: one refusal must not cost the others.
@@ -222,7 +222,7 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         len(names), experiment.rounds, experiment.participants, experiment.seed
     )
     server_plan = check_rule(experiment, method, len(schedule[0]))
+    network = build_network(experiment, len(data.classes))
     if clips_units(method):
-        network = build_network(experiment, len(data.classes))
         check_network(experiment, network, experiment.pixels)
     return Federation(experiment, method, data, None, schedule, (), server_plan, tuple(names))
