@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from xcal.privacy import ledger as ledgers
-from xcal.privacy.analysis import HOW_SHARED, Analysis, analyse, lifetime
-from xcal.privacy.calibration import check_target
-from xcal.privacy.ledger_rows import (
-    Terms,
-    charges_of,
-    find_ledgers,
-    read_rows,
-    runs_of,
-    terms_of,
-    verify,
-)
+if TYPE_CHECKING:
+    from xcal.privacy.analysis import Analysis
+
+# Commands import what they need themselves: the accountant's library takes seconds to load.
 
 app = typer.Typer(
     help="The durable record of what a population's data have paid.", no_args_is_help=True
@@ -40,6 +33,10 @@ def create_command(
     order: float | None = typer.Option(None, help="The order of the rule renyi."),
 ) -> None:
     """Make a ledger that carries a lifetime limit."""
+    from xcal.privacy import ledger as ledgers
+    from xcal.privacy.calibration import check_target
+    from xcal.privacy.ledger_rows import Terms
+
     check_target(epsilon, delta)
     path = home / "ledger.sqlite"
     ledgers.create(path, Terms(population, unit, epsilon, delta, rule, order))
@@ -57,6 +54,8 @@ def show_command(
     rows: int = typer.Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
+    from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
+
     console = Console()
     for found in find_ledgers(path):
         lines = read_rows(found)
@@ -104,6 +103,8 @@ def verify_command(
     path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
 ) -> None:
     """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
+    from xcal.privacy.ledger_rows import find_ledgers, verify
+
     failed = False
     for found in find_ledgers(path):
         check = verify(found)
@@ -124,6 +125,9 @@ def analyse_command(
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
+    from xcal.privacy.analysis import HOW_SHARED, analyse, lifetime
+    from xcal.privacy.ledger_rows import find_ledgers, read_rows
+
     found = []
     for ledger in find_ledgers(path):
         rows = read_rows(ledger)
