@@ -71,6 +71,7 @@ def test_an_interrupt_that_was_swallowed_is_raised_at_the_next_step(
 def test_an_interrupt_is_forgotten_with_the_command_that_it_ended() -> None:
     with pytest.raises(KeyboardInterrupt), noting():
         _interrupt_myself(None)
+    assert not interrupted()
     with noting():
         assert not interrupted()
         stop_if_interrupted()

@@ -70,6 +70,7 @@ def noting() -> Iterator[None]:
     finally:
         sys.unraisablehook = unraisable
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        _noted.clear()  # whoever comes next may not be able to start afresh (Ctrl-C ignored)
 
 
 @contextmanager
