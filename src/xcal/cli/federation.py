@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import typer
@@ -21,6 +22,9 @@ console = Console(highlight=False, soft_wrap=True, emoji=False)
 LEAD = typer.Option(
     None, "--lead", envvar="XCAL_LEAD", help="The lead's folder (or a viewer's, to look)."
 )
+
+WATCH_PATIENCE = 60.0
+"""Seconds that who watches waits for a server that gives no answer."""
 
 
 def say(text: str) -> None:
@@ -258,18 +262,36 @@ def status_command(
 ) -> None:
     """Show sites, runs and, of a run, its rounds: released quantities only."""
     from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare.jobs import ServerSilent
 
     if watch and run is None:
         raise UserError("--watch needs a run's name.")
-    with runs.look(_lead(lead), run, tensorboard if watch else None) as looking:
-        for line in looking.first():
-            say(line)
-        while watch and looking.goes_on():
-            time.sleep(every)
-            for line in looking.news():
+    said: set[str] = set()
+
+    def tell(lines: Iterable[str]) -> None:
+        for line in lines:
+            if line not in said:  # a second look after a lost one tells the beginning again
+                said.add(line)
                 say(line)
-        for line in looking.last():
-            say(line)
+
+    silent_since = None
+    while True:
+        try:
+            with runs.look(_lead(lead), run, tensorboard if watch else None) as looking:
+                tell(looking.first())
+                while watch and looking.goes_on():
+                    silent_since = None
+                    time.sleep(every)
+                    tell(looking.news())
+                tell(looking.last())
+                return
+        except ServerSilent:
+            # Who watches waits out a busy server; one that is down is told of after a while.
+            silent_since = silent_since or time.monotonic()
+            if not watch or time.monotonic() - silent_since > WATCH_PATIENCE:
+                raise
+            tell(["The server does not answer just now; still watching."])
+            time.sleep(every)
 
 
 @app.command("stop")

@@ -198,6 +198,10 @@ class Lead:
         return sorted(c.name for c in info.client_info)
 
 
+class ServerSilent(UserError):
+    """The server gives no answer: it is down, or too busy just now."""
+
+
 @contextmanager
 def _one_sentence(party: Party) -> Iterator[None]:
     from nvflare.fuel.flare_api import api_spec
@@ -206,7 +210,7 @@ def _one_sentence(party: Party) -> Iterator[None]:
     try:
         yield
     except api_spec.NoConnection:
-        raise UserError(
+        raise ServerSilent(
             f"The server at {where} does not answer: is it started? `xcal federation check"
             f" {party.folder}` looks at the way to it."
         ) from None
@@ -221,6 +225,6 @@ def _one_sentence(party: Party) -> Iterator[None]:
     except api_spec.JobNotDone:
         raise UserError("The run is still being worked on: wait, or stop it first.") from None
     except (api_spec.SessionClosed, api_spec.NoReply, ConnectionError) as error:
-        raise UserError(f"The server at {where} was lost: {error}.") from None
+        raise ServerSilent(f"The server at {where} was lost: {error}.") from None
     except (api_spec.InternalError, RuntimeError) as error:
         raise UserError(f"The server at {where} could not do it: {str(error)[:300]}.") from None
