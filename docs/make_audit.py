@@ -56,8 +56,8 @@ MEMBERSHIP = """## Membership inference
 A pool of images, half of them in each model at random; the loss alone (Yeom et al. 2018) and
 likelihood ratios with the other models as shadows (LiRA, Carlini et al. 2022), on the final model,
 which plain training has learnt by heart. Intervals are 95 %, by resampling images. *Allowed* is the
-most true positives that (ε, δ) admits at 1 % false positives. `dp-fedavg` promises nothing per image
-(its guarantee is per client, by a trusted server): what that server sees is plain training.
+most true positives that (ε, δ) admits at 1 % false positives. `dp-fedavg` promises nothing per
+image (its guarantee is per client, by a trusted server): what that server sees is plain training.
 
 """
 

@@ -30,6 +30,18 @@ def network(train: str, name: str = "resnet18") -> Any:
     return build_network(make_experiment({"network": name, "train": train}), 3)
 
 
+def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) -> Bench:
+    """A bench whose frozen beginning is kept where `megabytes` allow it."""
+    split = split_frozen(model)
+    assert data.keep_activations(split, megabytes) == (megabytes > 0)
+    return Bench(
+        client="0", method="m", round=0, first_step=0, model=model,
+        engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
+        optimiser=Optimiser(model, "sgd", 0.1, 0.0), clip=1.0,
+        split=split if megabytes else None, **settings,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 @pytest.mark.parametrize("train", ["head", "last:1", "last:2", "head+norm:2"])
 def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
@@ -53,18 +65,11 @@ def test_where_the_first_layers_train_nothing_is_kept(train: str) -> None:
 @pytest.mark.parametrize("train", ["head", "last:1"])
 def test_clipped_sums_are_those_of_the_whole_network(train: str, views: int) -> None:
     model = network(train)
-    split = split_frozen(model)
     sums = []
     for megabytes in (0, 64):
         data = LocalData(tiny(pixels=32, train=24).train, unit="group", images_per_unit=2,
                          views=views)  # fmt: skip
-        assert data.keep_activations(split, megabytes) == (megabytes > 0)
-        bench = Bench(
-            client="0", method="m", round=0, first_step=0, model=model,
-            engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
-            optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
-            split=split if megabytes else None,
-        )  # fmt: skip
+        bench = bench_keeping(megabytes, model, data, batch=6)
         for capture in (None, model.cam_layer):
             batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
             sums.append(clipped_sum(bench, batch, capture=capture))
@@ -81,18 +86,11 @@ def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
     share: float, views: int
 ) -> None:
     model = network("head")
-    split = split_frozen(model)
     found = []
     for megabytes in (0, 64):
         data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1,
                          views=views)  # fmt: skip
-        assert data.keep_activations(split, megabytes) == (megabytes > 0)
-        bench = Bench(
-            client="0", method="m", round=0, first_step=0, model=model,
-            engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
-            optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=12, clip=1.0,
-            split=split if megabytes else None, chunk=4,
-        )  # fmt: skip
+        bench = bench_keeping(megabytes, model, data, batch=12, chunk=4)
         batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
         entering = np.arange(batch.n_units) < share * batch.n_units
         found.append(_forward(bench, batch, entering, SignalSettings(), Bound(1.0)))

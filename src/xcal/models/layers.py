@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -33,12 +34,12 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
         return super().train(False)
 
 
-class PublicConstants(nn.Module):
+class PublicConstants(nn.Module, ABC):
     """A module whose buffers are public constants, read from a file and never updated."""
 
+    @abstractmethod
     def reset_constants(self) -> None:
         """Put the constants to values that change nothing."""
-        raise NotImplementedError
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
