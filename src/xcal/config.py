@@ -94,6 +94,10 @@ class Experiment(BaseModel):
         None,
         description="seeded (default of simulations) or secure (default where homes are given)",
     )
+    paired: bool = Field(
+        False,
+        description="simulations: methods of one seed share draws and noise, for comparing them",
+    )
     # local training
     batch: Whole = Field(64, description="expected batch B")
     lr: Annotated[float, Field(gt=0, le=1e30)] = Field(1.5, description="learning rate η")

@@ -56,6 +56,18 @@ def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
     assert split.passes(model.get_submodule(model.cam_layer)) == (train != "head")
 
 
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_the_beginning_can_end_before_what_is_looked_at(name: str) -> None:
+    model = network("head", name)
+    split, shorter = split_frozen(model), split_frozen(model, seen=model.cam_layer)
+    assert split is not None and shorter is not None
+    assert shorter.passes(model.get_submodule(model.cam_layer))
+    assert shorter.digest() != split.digest()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(shorter.go_on(shorter.begin(images)), model(images))
+
+
 @pytest.mark.parametrize("train", ["all", "head+norm"])
 def test_where_the_first_layers_train_nothing_is_kept(train: str) -> None:
     assert split_frozen(network(train)) is None

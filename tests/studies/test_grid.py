@@ -9,7 +9,7 @@ import pytest
 
 from xcal.errors import UserError
 from xcal.studies.declared import STUDIES, WEIGHTS, declare
-from xcal.studies.grid import Choice, make_cell
+from xcal.studies.grid import COLUMNS, Choice, make_cell
 from xcal.studies.scales import LAPTOP, SCALES
 
 
@@ -45,10 +45,29 @@ def test_names_of_finished_cells_stay() -> None:
     assert text == json.dumps(
         sorted(
             "average batch clients clip concentration data delta epsilon local_epochs lr method"
-            " network optimizer partition pixels road_every road_images rounds seed train_images"
-            " unit validation_images".split()
+            " network optimizer paired partition pixels road_every road_images rounds seed"
+            " train_images unit validation_images".split()
         )
     )
+
+
+def test_a_head_on_columns_has_a_name_of_its_own() -> None:
+    """So that its cells are not compared with those of other parts of the same network."""
+    grid = declare("privacy-utility", "laptop", Choice(networks=("efficientnet_b0", COLUMNS)))
+    assert {(c.network, c.keys["network"], c.keys["train"]) for c in grid.cells} == {
+        ("efficientnet_b0", "efficientnet_b0", "last:2"),
+        (COLUMNS, "efficientnet_b0", "head"),
+    }
+    assert {c.method for c in grid.cells if c.network == COLUMNS} == {
+        "centralized", "fl", "fl-dp", "xcal", "xcal-paper",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="layers that train"):
+        declare("efficiency", "laptop", Choice(networks=(COLUMNS,), methods=("agp",)))
+
+
+def test_methods_of_a_study_share_draws_and_noise() -> None:
+    for scale in SCALES:
+        assert all(c.keys["paired"] is True for c in declare("privacy-utility", scale).cells)
 
 
 def test_studies_share_their_cells() -> None:

@@ -96,6 +96,18 @@ def test_the_map_is_finer_than_the_last_one_and_grad_cam_is_in_closed_form() -> 
     torch.testing.assert_close(found, _maps_by_autograd(model, IMAGES, None, "gradcam"))
 
 
+def test_a_signal_finds_its_map_in_what_is_kept() -> None:
+    """Only masked images go through the network: the plain ones' maps were kept."""
+    model = columns_model("head")
+    split = split_frozen(model, seen=model.cam_layer)
+    assert split is not None and split.passes(model.get_submodule(model.cam_layer))
+    kept = split.begin(IMAGES)
+    assert kept.shape == (4, 768, 4, 4)  # the map, and not its average
+    pooled = split_frozen(model)
+    assert pooled is not None and pooled.begin(IMAGES).shape == (4, 768)
+    assert pooled.digest() != split.digest()  # alike in weights, unlike in what they make
+
+
 @pytest.mark.parametrize("train", ["head", "last:1", "head+norm:2"])
 def test_what_is_frozen_is_kept_and_gradients_are_each_image_s_own(train: str) -> None:
     model = columns_model(train)

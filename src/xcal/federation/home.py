@@ -126,7 +126,14 @@ class ClientHome:
 
     def noise(self) -> NoiseSource:
         """The operating system's for a real client; a seed of the owner's for a simulated one."""
-        return SecureNoiseAhead() if self.about.seed is None else SeededNoise(self.about.seed)
+        if self.about.seed is None:
+            return SecureNoiseAhead()
+        return SeededNoise(self.about.seed, paired=self._paired)
+
+    @property
+    def _paired(self) -> bool:
+        """Whether methods share noise: only in a trial, by the file that its owner keeps."""
+        return self.about.simulated and self.about.experiment is not None and self.trial().paired
 
     def _beside(self, path: str) -> Path:
         return self.path / Path(path).expanduser()
@@ -137,6 +144,7 @@ class ClientHome:
         own: dict[str, Any] = {
             "data": about.data or "smear",
             "noise": "seeded" if about.simulated else "secure",
+            "paired": self._paired,
             "seed": initial_seed,  # of the network's first weights; noise has its own source
             "weights": None if about.weights is None else str(self._beside(about.weights)),
             "device": about.device,

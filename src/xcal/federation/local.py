@@ -122,9 +122,9 @@ def _run(
 
 
 def _noise(experiment: Experiment) -> NoiseSource:
-    return (
-        SeededNoise(experiment.seed) if experiment.noise_source == "seeded" else SecureNoiseAhead()
-    )
+    if experiment.noise_source == "secure":
+        return SecureNoiseAhead()
+    return SeededNoise(experiment.seed, paired=experiment.paired)
 
 
 def _make_sites(folder: RunFolder, federation: Federation, known: set[str]) -> list[Site]:

@@ -44,7 +44,7 @@ WIRE_KEYS = frozenset(
 # (its data, its noise, its machine). A request that carries one of them is refused.
 LOCAL_KEYS = frozenset(
     "preset data train_images weights clients participants quorum round_timeout average"
-    " aggregation trim partition concentration units_per_client keep_groups homes noise seed"
+    " aggregation trim partition concentration units_per_client keep_groups homes noise paired seed"
     " threads chunk device keep_mb"
     " validation_images road_images road_every road_test_images".split()
 )

@@ -18,9 +18,9 @@ from xcal.config import Experiment
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
 from xcal.federation.refusals import Refused
 from xcal.federation.site import Pace, Site
-from xcal.methods.base import Method, clips_units, save_state
+from xcal.methods.base import SIGNAL_KEYS, Method, clips_units, save_state
 from xcal.methods.registry import method_of
-from xcal.models.split import split_frozen
+from xcal.models.split import Split, split_frozen
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
@@ -225,7 +225,7 @@ def _train(
     optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
     tail = StepAverage(model, steps, experiment.average_steps)
-    split = split_frozen(model)
+    split = _worth_keeping(site, model, method, experiment.keep_mb)
     kept = site.data.keep_activations(split, experiment.keep_mb)
     state = method.load_state(previous["state"] if previous else None)
     state = method.begin_round(state)
@@ -283,6 +283,19 @@ def _train(
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
+
+
+def _worth_keeping(site: Site, model: nn.Module, method: Method, megabytes: int) -> Split | None:
+    """The split whose beginning's activations are kept.
+
+    For a method with a signal it lies before the explained map, if that fits: the images would
+    else go through the beginning once more to be explained.
+    """
+    if method.uses >= SIGNAL_KEYS and hasattr(model, "cam_layer"):
+        explained = split_frozen(model, seen=str(model.cam_layer))
+        if explained is not None and site.data.fits(explained, megabytes):
+            return explained
+    return split_frozen(model)
 
 
 def _check_memory(site: Site, request: RoundRequest, account: Account, remembered: int) -> None:

@@ -63,13 +63,14 @@ def _units(images: Images, shard: Shard, unit: str) -> int:
 
 
 def _fewer(images: Images, count: int | None) -> Images:
-    """At most `count` images, whole groups, chosen once for all seeds."""
+    """At most `count` images, chosen at random once for all seeds.
+
+    Images and not groups: a few whole groups would leave few people, and classes almost bare.
+    """
     if count is None or count >= len(images):
         return images
-    groups, group_of, sizes = np.unique(images.groups, return_inverse=True, return_counts=True)
-    shuffled = np.random.default_rng(DATA_SEED).permutation(len(groups))
-    kept = shuffled[np.cumsum(sizes[shuffled]) <= count]
-    return images.take(np.flatnonzero(np.isin(group_of, kept)))
+    chosen = np.random.default_rng(DATA_SEED).choice(len(images), count, replace=False)
+    return images.take(np.sort(chosen))
 
 
 def draw_schedule(
@@ -151,6 +152,11 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     check_views(experiment.views, experiment.augment)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
+    if experiment.paired and experiment.noise_source != "seeded":
+        raise UserError(
+            "paired = true lets methods share their noise, which only a simulation may: leave it"
+            " out, or set noise = 'seeded' and no homes."
+        )
     data, parts = load_parts(experiment)
     train, clients = data.train, len(parts.shards)
     schedule = draw_schedule(

@@ -16,11 +16,12 @@ from xcal.training.local import Bench, StepRecord
 
 # Keys that every method uses.
 COMMON_KEYS = frozenset(
-    "method data pixels train_images network norm output_stride train train_norm weights clients"
-    " participants rounds local_epochs average partition concentration units_per_client"
-    " keep_groups unit images_per_unit group_cap noise batch lr optimizer momentum"
-    " validation_images road_images road_every road_test_images seed threads device aggregation"
-    " trim quorum round_timeout views augment average_steps chunk keep_mb preset".split()
+    "method data pixels train_images network norm output_stride head_reads train train_norm"
+    " weights clients participants rounds local_epochs average partition concentration"
+    " units_per_client keep_groups unit images_per_unit group_cap noise paired batch lr optimizer"
+    " momentum validation_images road_images road_every road_test_images seed threads device"
+    " aggregation trim quorum round_timeout views augment average_steps chunk keep_mb"
+    " preset".split()
 )
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})

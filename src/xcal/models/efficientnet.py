@@ -166,7 +166,8 @@ class EfficientNetB0(nn.Module):
             widths = [_STEM, *(stage.outputs for stage in _STAGES), _LAST]
             grid = min(max(_COLUMN_GRID - first, 0), last - first)
             self.columns = Columns(widths[first : last + 1], grid)
-            self.cam_layer = "columns"
+            self.map = nn.Identity()  # what is explained, whether or not its making is kept
+            self.cam_layer = "map"
             self._first_read = first
             channels = self.columns.channels
         self.avgpool = nn.AdaptiveAvgPool2d(1)
@@ -188,7 +189,7 @@ class EfficientNetB0(nn.Module):
         stages = list(self.features)
         if self._first_read is not None:
             first = self._first_read
-            stages[first:] = [Tail(stages[first:], self.columns)]
+            stages[first:] = [Tail(stages[first:], self.columns), self.map]
         return [*stages, nn.Sequential(self.avgpool, nn.Flatten(1)), self.classifier]
 
 

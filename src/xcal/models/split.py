@@ -35,7 +35,7 @@ class Split:
 
     def digest(self) -> str:
         """A fingerprint of the beginning's weights: the same means the same activations."""
-        state = hashlib.sha256()
+        state = hashlib.sha256(str(len(self.beginning)).encode())
         for part in self.beginning:
             for name, value in part.state_dict().items():
                 state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
@@ -43,12 +43,18 @@ class Split:
         return state.hexdigest()
 
 
-def split_frozen(model: nn.Module) -> Split | None:
-    """The split of a network that tells its `segments()`; None where nothing leading is frozen."""
+def split_frozen(model: nn.Module, seen: str | None = None) -> Split | None:
+    """The split of a network that tells its `segments()`; None where nothing leading is frozen.
+
+    The rest runs the module named `seen`, frozen or not, so that its output can be looked at.
+    """
+    watched = None if seen is None else model.get_submodule(seen)
     segments: Sequence[nn.Module] = model.segments() if hasattr(model, "segments") else ()  # type: ignore[operator]
     count = 0
     for segment in segments:
         if any(p.requires_grad for p in segment.parameters()):
+            break
+        if any(module is watched for module in segment.modules()):
             break
         count += 1
     if not 0 < count < len(segments):

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -89,12 +89,18 @@ def _torch_generator(stream: int) -> torch.Generator:
 
 
 class SeededNoise:
-    """Reproducible noise for simulation. Not private against anyone who knows the seed."""
+    """Reproducible noise for simulation. Not private against anyone who knows the seed.
+
+    `paired`: methods of one seed share draws and noise (common random numbers), so that what
+    parts them is what they do and not their luck. Two of their models side by side then give away
+    more than two runs would: they are for comparing, not for releasing.
+    """
 
     name = "seeded"
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, paired: bool = False) -> None:
         self._seed = seed
+        self._paired = paired
         self._last: dict[tuple[str, str], tuple[int, int]] = {}
 
     def _stream(self, key: NoiseKey) -> int:
@@ -104,6 +110,8 @@ class SeededNoise:
         if self._last.get(lane, (-1, -1)) >= position:
             raise RuntimeError(f"the noise of {key} was used already")
         self._last[lane] = position
+        if self._paired:
+            key = replace(key, method="")
         text = repr((self._seed, *astuple(key)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest(), "little")
 

@@ -68,7 +68,7 @@ def place_of(cell: Cell) -> Place:
     keys = cell.keys
     return Place(
         str(keys["data"]),
-        str(keys["network"]),
+        cell.network,
         cell.epsilon,
         int(keys.get("clients", 3)),
         str(keys.get("partition", "iid")),

@@ -10,6 +10,7 @@ from xcal.errors import UserError
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.methods.registry import get_method
 from xcal.studies.grid import (
+    COLUMNS,
     WITHOUT_EPSILON,
     Cell,
     Choice,
@@ -95,10 +96,22 @@ def _by_seed(
         for seed in _seeds(scale, network, choice):
             for epsilon in epsilons:
                 for method in methods:
+                    if not _suits(method, network):
+                        continue
                     own = None if method in WITHOUT_EPSILON else epsilon
                     values = scale.values(method, data, network, own, seed)
                     cells.append(make_cell(scale.name, values, scale.explained))
+    if not cells:
+        raise UserError(
+            f"Nothing is left to run: {', '.join(methods)} needs a network whose explained map is"
+            f" made by layers that train, and {COLUMNS} is none."
+        )
     return cells
+
+
+def _suits(method: str, network: str) -> bool:
+    """AGP spares channels of a trained layer; where only a head on columns trains there is none."""
+    return not (network == COLUMNS and method in ("agp", "agp-dp"))
 
 
 def _available(methods: Sequence[str]) -> tuple[str, ...]:
@@ -238,6 +251,8 @@ def overhead(scale: Scale, choice: Choice) -> Grid:
         seeds = 3 if choice.seeds is None and scale.name != "smoke" else choice.seeds or 1
         for seed in range(seeds):
             for method in methods:
+                if not _suits(method, network):
+                    continue
                 epsilon = _chosen(choice.epsilons, scale.epsilons[:1])[0]
                 own = None if method in WITHOUT_EPSILON else epsilon
                 values = scale.values(method, data, network, own, seed)

@@ -15,20 +15,23 @@ from xcal.errors import UserError
 # Methods whose noise no ε decides: one run serves every ε.
 WITHOUT_EPSILON = ("centralized", "fl")
 WITH_SIGNAL = ("xcal-paper", "xcal")
+# A scale's own name for a network of which a head on several stages is trained, and no other part.
+COLUMNS = "columns"
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
 
 # Which keys make a cell what it is, by method. A study pins all of them, so that a default that
 # changes later cannot turn finished cells into something else under the same name.
 _ALWAYS = frozenset(
     "method data pixels train_images network clients rounds local_epochs average partition"
-    " batch lr clip optimizer unit validation_images road_images road_every seed".split()
+    " batch lr clip optimizer unit validation_images road_images road_every seed paired".split()
 )
-_NETWORK = frozenset({"norm", "output_stride", "train", "weights"})
+_NETWORK = frozenset({"norm", "output_stride", "head_reads", "train", "weights"})
 _PRIVATE = frozenset({"epsilon", "delta"})
 _SIGNAL = frozenset({"q", "alpha", "beta", "gamma", "tau"})
 _PAPER = frozenset({"rho", "band"})
 _OURS = frozenset(
-    "w kappa slow_tau reference contrast signal_every signal_source geometry clipping".split()
+    "w kappa slow_tau reference contrast signal_every signal_fraction signal_source geometry"
+    " clipping".split()
 )
 _CLIENTS = frozenset({"clients", "partition"})
 
@@ -53,6 +56,11 @@ def keys_that_count(method: str, network: str) -> frozenset[str]:
     if ":" in method:  # a method of the user's own may use anything
         keys |= _SIGNAL | _PAPER | _OURS
     return keys
+
+
+def network_of(keys: Mapping[str, Any]) -> str:
+    """What tables call the network of a cell with these keys."""
+    return str(keys["network"]) if keys.get("head_reads", "last") == "last" else COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +89,10 @@ class Cell:
         return str(self.keys["method"])
 
     @property
+    def network(self) -> str:
+        return network_of(self.keys)
+
+    @property
     def epsilon(self) -> float | None:
         """The target ε; None for methods that have none."""
         return self.keys.get("epsilon")
@@ -91,7 +103,7 @@ class Cell:
 
     @property
     def title(self) -> str:
-        parts = [str(self.keys["data"]), str(self.keys["network"]), self.method]
+        parts = [str(self.keys["data"]), self.network, self.method]
         if self.epsilon is not None:
             parts.append(f"ε {self.epsilon:g}")
         if self.variant:

@@ -26,7 +26,7 @@ from xcal.studies.grid import BUSY, Cell, Grid, without_repetition
 from xcal.studies.store import Results
 
 # Rough needs of one process, in bytes: torch, the images, the activations of a chunk.
-MEMORY = {"small": 1.0e9, "resnet18": 2.5e9, "efficientnet_b0": 2.5e9}
+MEMORY = {"small": 1.0e9, "resnet18": 2.5e9, "efficientnet_b0": 2.5e9, "columns": 2.0e9}
 
 
 class Watcher(Protocol):
@@ -90,7 +90,7 @@ def how_many(grid: Grid, jobs: int | None) -> int:
         return 1
     if jobs is not None:
         return max(1, jobs)
-    need = max((MEMORY.get(str(c.keys["network"]), 2.5e9) for c in grid.cells), default=1e9)
+    need = max((MEMORY.get(c.network, 2.5e9) for c in grid.cells), default=1e9)
     return max(1, min(os.cpu_count() or 1, int(0.8 * free_memory() / need)))
 
 
@@ -108,11 +108,12 @@ class Estimate:
         self._known.append((cell, seconds))
 
     def of(self, cell: Cell) -> float | None:
-        for names in (("method", "network", "data", "clients"), ("network", "data"), ("network",)):
+        for names in (("method", "data", "clients"), ("data",), ()):
             like = [
                 seconds
                 for other, seconds in self._known
-                if all(other.keys.get(n) == cell.keys.get(n) for n in names)
+                if other.network == cell.network
+                and all(other.keys.get(n) == cell.keys.get(n) for n in names)
             ]
             if like:
                 return median(like[-20:])

@@ -164,6 +164,7 @@ def table_row(cell: Cell, result: CellResult) -> dict[str, Any]:
     shares = [c["share_spent"] for c in clients if c["share_spent"] is not None]
     row = {name: values.get(name, keys.get(name)) for name in COLUMNS}
     row |= {
+        "network": cell.network,
         "epsilon": cell.epsilon,
         "variant": cell.variant,
         "clients": keys.get("clients", 1),

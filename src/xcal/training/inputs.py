@@ -52,17 +52,29 @@ class Inputs:
         if self._kept is not None and self._kept.digest == digest:
             self._kept.split = split  # the same weights in a network built anew
             return True
-        one = split.begin(self.pictures(np.zeros(1, np.int64), np.zeros(1, np.int64)))
-        count = (len(self._views) if views > 1 else 1) * len(self._pixels)
-        if count * one.numel() * one.element_size() > megabytes * 2**20:
+        if not self.fits(split, views, megabytes):
             self._kept = None
             return False
+        one, count = self._first(split), self._count(views)
         shape = (count, *one.shape[1:])
         made = np.zeros(math.ceil(count / _BLOCK), dtype=bool)
         # Zeros of the operating system's: memory is taken only as blocks are filled.
         table = torch.from_numpy(np.zeros(shape, dtype=one.cpu().numpy().dtype))
         self._kept = _Kept(split, digest, table, made)
         return True
+
+    def fits(self, split: Split, views: int, megabytes: int) -> bool:
+        """Whether all that `split` makes, of all the views that steps may ask for, fits."""
+        if not len(self._pixels):
+            return False
+        one = self._first(split)
+        return self._count(views) * one.numel() * one.element_size() <= megabytes * 2**20
+
+    def _first(self, split: Split) -> Tensor:
+        return split.begin(self.pictures(np.zeros(1, np.int64), np.zeros(1, np.int64)))
+
+    def _count(self, views: int) -> int:
+        return (len(self._views) if views > 1 else 1) * len(self._pixels)
 
     def fill(self, table: Tensor) -> None:
         """Take activations that were computed elsewhere: of every image, view after view."""

@@ -105,6 +105,10 @@ class LocalData:
         self._kept = self.inputs.keep(split, self._views, megabytes)
         return self._kept
 
+    def fits(self, split: Split, megabytes: int) -> bool:
+        """Whether what this beginning makes of all images fits into `megabytes`."""
+        return self.inputs.fits(split, self._views, megabytes)
+
     @property
     def units(self) -> int:
         return self._table.n_units
