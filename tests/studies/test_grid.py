@@ -9,7 +9,7 @@ import pytest
 
 from xcal.errors import UserError
 from xcal.studies.declared import STUDIES, WEIGHTS, declare
-from xcal.studies.grid import COLUMNS, Choice, make_cell
+from xcal.studies.grid import COLUMNS, Choice, make_cell, only_variants
 from xcal.studies.scales import LAPTOP, SCALES
 
 
@@ -79,6 +79,17 @@ def test_studies_share_their_cells() -> None:
     named = {c.variant for c in ablation}
     assert {"signal: constant", "signal: noise", "signal: decay"} <= named
     assert set(WEIGHTS) - {"balanced"} <= named  # balanced are the defaults: the plain cell
+
+
+def test_a_grid_can_be_narrowed_to_some_variants() -> None:
+    grid = declare("ablation", "laptop", Choice(networks=("small",), methods=("xcal",), seeds=1))
+    some = only_variants(grid, ("signal:", "w = "))
+    assert {c.variant for c in some.cells} == {
+        "", "signal: constant", "signal: noise", "signal: decay", "w = 0.25", "w = 0.8",
+    }  # fmt: skip
+    assert {c.method for c in some.cells} == {"fl-dp", "xcal"}
+    with pytest.raises(UserError, match=r"'signal: noize'.*Did you mean 'signal: noise'"):
+        only_variants(grid, ("signal: noize",))
 
 
 def test_more_seeds_add_to_what_is_there() -> None:

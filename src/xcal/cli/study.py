@@ -112,6 +112,9 @@ def study_command(
     network: str | None = typer.Option(None, help="Networks, with commas between."),
     methods: str | None = typer.Option(None, help="Methods, with commas between."),
     epsilons: str | None = typer.Option(None, help="Values of ε, with commas between."),
+    variants: str | None = typer.Option(
+        None, help="Beside plain cells only variants that begin so, with commas between."
+    ),
     seeds: int | None = typer.Option(None, min=1, help="How many seeds, counted from 0."),
     limit_minutes: float | None = typer.Option(None, help="Stop after so long; go on later."),
     jobs: int | None = typer.Option(None, min=1, help="Cells at once; else what the machine has."),
@@ -127,7 +130,7 @@ def study_command(
     The same command again goes on where it stopped; more seeds add to what is there.
     """
     from xcal.studies.declared import STUDIES, declare
-    from xcal.studies.grid import Choice
+    from xcal.studies.grid import Choice, only_variants
     from xcal.studies.runner import Options, run_grid
     from xcal.studies.scales import SCALES
     from xcal.studies.store import Results, merge
@@ -156,6 +159,8 @@ def study_command(
         raise UserError(f"{folders[0]} is one argument too many: only `merge` takes folders.")
     choice = Choice(_split(data), _split(network), _split(methods), _numbers(epsilons), seeds)
     grid = declare(name, scale, choice)
+    if variants is not None:
+        grid = only_variants(grid, _split(variants) or ())
     if plan:
         there = Results(results).of_grid(grid)
         for cell in grid.cells:

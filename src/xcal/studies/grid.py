@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment, make_experiment, nearest
 from xcal.errors import UserError
 
 # Methods whose noise no ε decides: one run serves every ε.
@@ -151,6 +151,21 @@ class Grid:
     one_at_a_time: bool = False  # where time itself is measured
     question: str = ""
     columns: tuple[str, ...] = field(default=("data", "network", "method", "epsilon", "variant"))
+
+
+def only_variants(grid: Grid, beginnings: Sequence[str]) -> Grid:
+    """The grid's plain cells and those whose variant begins with one of these words."""
+    known = dict.fromkeys(cell.variant for cell in grid.cells if cell.variant)
+    for word in beginnings:
+        if not any(variant.startswith(word) for variant in known):
+            raise UserError(
+                f"No variant of {grid.study} begins with {word!r}.{nearest(word, tuple(known))}"
+                f" Known: {'; '.join(known) or 'none'}."
+            )
+    chosen = tuple(
+        c for c in grid.cells if not c.variant or c.variant.startswith(tuple(beginnings))
+    )
+    return replace(grid, cells=chosen)
 
 
 def without_repetition(cells: Sequence[Cell]) -> tuple[Cell, ...]:
