@@ -6,10 +6,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from xcal.cli.main import main
 
 Invoke = Callable[..., tuple[int, str, str]]
+
+torch.set_num_threads(1)  # a fork of a process whose torch has several threads can hang
 
 
 @pytest.fixture

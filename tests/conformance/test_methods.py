@@ -13,6 +13,7 @@ import torch
 
 import xcal
 from support import TINY
+from xcal.config import KEYS
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.methods.base import CentralMethod
@@ -147,6 +148,12 @@ def test_another_seed_another_model(finished: Any, tmp_path: Path) -> None:
     first, _ = read_tensors(finished["xcal"][0] / "model.safetensors")  # type: ignore[misc]
     second, _ = read_tensors(tmp_path / "other" / "model.safetensors")  # type: ignore[misc]
     assert not torch.equal(first["head.weight"], second["head.weight"])
+
+
+def test_every_key_is_of_use_to_some_method() -> None:
+    """A key that no method names would be reported as not used, whatever it does."""
+    used = frozenset[str]().union(*(method.uses for method in METHODS.values()))
+    assert set(KEYS) == used
 
 
 def test_xcal_with_no_reach_and_no_price_is_static_noise(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def ablation(view: StudyView, results: Results) -> list[Figure]:
                 if found is None:
                     continue
                 d = found.f1
-                names.append(one.name)
+                # An interval of one seed knows nothing of other seeds.
+                names.append(one.name if d.seeds > 1 else f"{one.name} (one seed)")
                 means.append(d.mean)
                 lows.append(d.mean - d.low)
                 highs.append(d.high - d.mean)
