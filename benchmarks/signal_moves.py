@@ -91,9 +91,9 @@ def page(results: Results) -> str:
     ]
     about = (
         "# Where the effect of the signal is lost\n\nMade by `python benchmarks/signal_moves.py`"
-        " from the cells in `results/`; what the columns are is told there. σ over static: the mean σ of"
-        " each round and client; a step with a signal pays its price, so a constant lies at the"
-        " price.\n\n"
+        " from the cells in `results/`; what the columns are is told there. σ over static: the mean"
+        " σ of each round and client; a step with a signal pays its price, so a constant lies at"
+        " the price.\n\n"
     )
     return about + HEAD + "\n" + "\n".join(rows) + "\n"
 
