@@ -39,7 +39,7 @@ from xcal.federation.rounds import (
     client_round,
 )
 from xcal.federation.setup import check_network
-from xcal.federation.site import torch_threads
+from xcal.federation.site import keep_freed_memory, torch_threads
 from xcal.methods.base import clips_units
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
@@ -115,6 +115,7 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
         )
     if not method.private and terms.epsilon is not None:
         raise Refused("no-guarantee", f"The method {experiment.method!r} has no guarantee.")
+    keep_freed_memory()
     with torch_threads(home.about.threads), _naming("data"):
         own = home.images(experiment)
         network: list[nn.Module] = []

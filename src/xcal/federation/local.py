@@ -29,7 +29,7 @@ from xcal.federation.outcome import public_subset, write_preamble
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.simulated import make_ledger
-from xcal.federation.site import Site, torch_threads
+from xcal.federation.site import Site, keep_freed_memory, torch_threads
 from xcal.models.registry import build_network
 from xcal.privacy.ahead import SecureNoiseAhead
 from xcal.privacy.noise import NoiseSource, SeededNoise
@@ -80,6 +80,7 @@ def run_experiment(
         if finished is not None:
             return finished
         experiment = folder.experiment
+        keep_freed_memory()
         with torch_threads(threads_of(folder)):
             federation = federation or prepare(experiment, new=False)
             return _run(folder, federation, progress, carrier)
