@@ -76,8 +76,8 @@ def main() -> None:
     ]
     about = ", ".join(f"{name} {version}" for name, version in versions().items())
     OUT.write_text(
-        "# Memory that is reused\n\nOne forward pass of EfficientNet-B0, 64 images of 64 pixels, one"
-        f" thread: medians of {given.repetitions} interleaved processes of {PASSES} passes (`python"
+        "# Memory that is reused\n\nOne forward pass of EfficientNet-B0, 64 images of 64 pixels,"
+        f" one thread: medians of {given.repetitions} interleaved processes of {PASSES} passes (`python"
         f" benchmarks/freed_memory.py`, commit {commit()}; {about}).\n\n"
         "| freed memory | user ms | system ms | page faults |\n|---|---:|---:|---:|\n"
         + "\n".join(lines)

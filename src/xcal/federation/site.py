@@ -73,9 +73,10 @@ _LARGEST = 32 * 2**20  # the most it takes as the size from which memory is mapp
 def keep_freed_memory() -> bool:
     """Have this process reuse the memory it frees; whether that could be arranged.
 
-    glibc gives large blocks back at once and asks for them anew in the next layer: a sixth of a
-    network's forward pass went into the system's handing out of empty pages. Results stay the
-    same to the bit; the process holds what it needed most until it ends.
+    glibc gives large blocks back at once and asks for them anew in the next layer: a quarter of a
+    network's forward pass went into the system's handing out of empty pages
+    (`benchmarks/freed_memory.py`). Results stay the same to the bit; the process holds what it
+    needed most until it ends.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
