@@ -77,8 +77,8 @@ def main() -> None:
     about = ", ".join(f"{name} {version}" for name, version in versions().items())
     OUT.write_text(
         "# Memory that is reused\n\nOne forward pass of EfficientNet-B0, 64 images of 64 pixels,"
-        f" one thread: medians of {given.repetitions} interleaved processes of {PASSES} passes (`python"
-        f" benchmarks/freed_memory.py`, commit {commit()}; {about}).\n\n"
+        f" one thread: medians of {given.repetitions} interleaved processes of {PASSES} passes"
+        f" (`python benchmarks/freed_memory.py`, commit {commit()}; {about}).\n\n"
         "| freed memory | user ms | system ms | page faults |\n|---|---:|---:|---:|\n"
         + "\n".join(lines)
         + f"\n\nProcessor time as it is over reused: median {statistics.median(ratios):.2f}, from"
