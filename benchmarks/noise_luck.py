@@ -42,6 +42,7 @@ def measured(stream: str, seed: int) -> tuple[float, float]:
 
     scale = get_scale("laptop")
     values = scale.values("fl-dp", "blood-cells", "small", 5.0, seed)
+    values["paired"] = False  # the study's cells share their noise; here each stream is its own
     cell = make_cell("laptop", values, scale.explained)
     own = Bench.key
     Bench.key = key  # type: ignore[method-assign]
