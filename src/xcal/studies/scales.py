@@ -171,7 +171,7 @@ LAPTOP = Scale(
     plain={
         "small": {"lr": 0.3},
         "efficientnet_b0": {"lr": 0.05},
-        COLUMNS: {},
+        COLUMNS: {"lr": 0.03},
         "resnet18": {"lr": 0.1},
     },
     explained=500,
