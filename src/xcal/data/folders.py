@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import re
+from functools import cache
+from importlib.resources import files as packaged
 from pathlib import PurePosixPath
 
 from xcal.data.decode import is_image_name
@@ -22,10 +25,10 @@ _SPLIT_OF_FOLDER: dict[str, Split] = {
     "test": "test",
     "testing": "test",
 }
-# …/TRAIN/EOSINOPHIL/_12_3456.jpeg: picture 12 of that split and class, one of its copies.
+# …/TRAIN/EOSINOPHIL/_12_3456.jpeg: neither number says which picture the file is a copy of.
 _BLOOD_CELL = re.compile(
-    r"(?:.*/)?(?P<split>TRAIN|TEST|TEST_SIMPLE)/"
-    r"(?P<cell>EOSINOPHIL|LYMPHOCYTE|MONOCYTE|NEUTROPHIL)/_(?P<source>\d+)_\d+\.jpe?g"
+    r"(?:.*/)?(?P<file>(?P<split>TRAIN|TEST|TEST_SIMPLE)/"
+    r"(?P<cell>EOSINOPHIL|LYMPHOCYTE|MONOCYTE|NEUTROPHIL)/_\d+_\d+\.jpe?g)"
 )
 
 
@@ -33,30 +36,60 @@ def is_blood_cells(files: Files) -> bool:
     return any(_BLOOD_CELL.fullmatch(name) for name in files.sizes)
 
 
+@cache
+def blood_cell_pictures() -> dict[str, int]:
+    """The picture that each file of TRAIN and TEST is a copy of, as found from the images.
+
+    Keys are the last three parts of the path. A picture has one number wherever its copies lie.
+    Photographs that overlap count as one picture, also where they bear different classes: no two
+    pictures show the same cells. `benchmarks/recover_pictures.py` made the table.
+    """
+    raw = packaged("xcal.data").joinpath("blood_cells.csv.gz").read_bytes()
+    rows = [line for line in gzip.decompress(raw).decode().splitlines() if line[0] != "#"]
+    return {file: int(picture) for file, picture in (row.split(",") for row in rows[1:])}
+
+
 def blood_cells(files: Files) -> Listing:
     """Kaggle "Blood Cell Images": copies of few pictures; the picture is the group.
 
-    TEST_SIMPLE holds originals that the other folders' copies were made from, so it is left out
-    altogether.
+    Any part of the set will do. No picture stands in both training and test: the TRAIN files of
+    pictures that have copies in TEST are left out, in whatever part of the set was given.
+    TEST_SIMPLE holds nothing but originals of copies in TEST, so it is left out altogether.
     """
     classes = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
+    picture_of = blood_cell_pictures()
+    tested = {n for file, n in picture_of.items() if file.startswith("TEST/")}
     records = []
-    left_out = 0
+    unknown = []
+    simple = 0
+    also_tested: list[int] = []
     for name in files.sizes:
         match = _BLOOD_CELL.fullmatch(name)
         if match is None:
             continue
         if match["split"] == "TEST_SIMPLE":
-            left_out += 1
+            simple += 1
             continue
-        cell = match["cell"].lower()
-        records.append(
-            Record(
-                id=name,
-                label=classes.index(cell),
-                group=f"{match['split']}/{cell}/{match['source']}",
-                split="train" if match["split"] == "TRAIN" else "test",
+        picture = picture_of.get(match["file"])
+        if picture is None:
+            unknown.append(name)
+        elif match["split"] == "TRAIN" and picture in tested:
+            also_tested.append(picture)
+        else:
+            records.append(
+                Record(
+                    id=name,
+                    label=classes.index(match["cell"].lower()),
+                    group=f"{picture:04d}",
+                    split="train" if match["split"] == "TRAIN" else "test",
+                )
             )
+    if unknown:
+        raise UserError(
+            f"Which pictures {len(unknown)} of the files in TRAIN and TEST are copies of is not "
+            f"known ({unknown[0]} is the first), as they do not belong to Kaggle's Blood Cell "
+            "Images; remove them, or import with --kind folders if every file is a picture of "
+            "its own."
         )
     if not records:
         raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
@@ -67,8 +100,14 @@ def blood_cells(files: Files) -> Listing:
             f"{folder}: {len(of_split):,} files are copies of {len(set(of_split)):,} pictures; "
             "the picture is the group."
         )
-    if left_out:
-        notes.append(f"TEST_SIMPLE ({left_out} files) is not used.")
+    notes.append("Photographs that overlap, and so show the same cells, count as one picture.")
+    if also_tested:
+        notes.append(
+            f"TRAIN: {len(also_tested):,} more files are left out, as their "
+            f"{len(set(also_tested)):,} pictures have copies in TEST."
+        )
+    if simple:
+        notes.append(f"TEST_SIMPLE ({simple} files) is not used.")
     return Listing(
         kind="blood-cells",
         default_name="blood-cells",

@@ -154,7 +154,9 @@ def _key(path: Path, files: Files | None, listing: Listing, pixels: int, skip_ba
             content = hashlib.file_digest(file, "sha256").hexdigest()
     else:
         content = files.fingerprint()
-    how = (store.FORMAT, listing.kind, listing.task, pixels, skip_bad, content)
+    how: tuple[object, ...] = (store.FORMAT, listing.kind, listing.task, pixels, skip_bad, content)
+    if (version := store.listing_version(listing.kind)) > 1:
+        how += (version,)  # only then: the keys of all other sets stay as they were
     return hashlib.sha256(repr(how).encode()).hexdigest()
 
 
@@ -221,6 +223,7 @@ def _decode_all(
             source=str(path.resolve()),
             key=key,
             files=store.checksums(folder),
+            listing=store.listing_version(listing.kind),
         )
         store.commit(folder, info)
     return info

@@ -29,6 +29,12 @@ from xcal.errors import UserError
 FORMAT = 1
 """Raised whenever decoding or the layout on disk changes, so that old caches are made anew."""
 
+LISTINGS = {"blood-cells": (2, "took file numbers for pictures")}
+"""Kinds whose sets are read otherwise than at first: the version, and what the ones before did.
+
+Every other kind is at version 1. Only sets of the kinds named here need to be made anew.
+"""
+
 _ABOUT = "about.json"
 
 
@@ -63,6 +69,12 @@ class DatasetInfo:
     files: dict[str, dict[str, Any]] = field(repr=False)
     """Bytes and SHA-256 of every array file."""
     format: int = FORMAT
+    listing: int = 1
+    """The version of its kind in `LISTINGS`; sets from before there were any have none written."""
+
+
+def listing_version(kind: str) -> int:
+    return LISTINGS[kind][0] if kind in LISTINGS else 1
 
 
 def count_split(
@@ -211,6 +223,12 @@ def read_info(name: str, pixels: int | None = None) -> DatasetInfo:
         raw = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise UserError(f"The data set {name!r} was made by another version; import it again.")
+        if raw.get("listing", 1) < listing_version(raw["kind"]):
+            raise UserError(
+                f"The data set {name!r} was imported by an older version that "
+                f"{LISTINGS[raw['kind']][1]}: import it again with xcal data import "
+                f"{raw['source']} --name {name} --pixels {raw['pixels']}."
+            )
         raw["splits"] = {
             split: SplitCounts(**{**counts, "per_class": tuple(counts["per_class"])})
             for split, counts in raw["splits"].items()
