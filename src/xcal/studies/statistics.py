@@ -1,7 +1,7 @@
 """Comparing two methods fairly: in pairs, with intervals that know how few pictures there are.
 
 A pair is one seed: the same partition, the same first weights, the same draws, two methods. The
-test images are not independent (the blood-cell test set is 71 pictures, not 2,487 files), so whole
+test images are not independent (the blood-cell test set is 67 pictures, not 2,487 files), so whole
 groups are resampled, within their class and the same for both methods and all seeds; and seeds are
 resampled too. A handful of seeds says less about the next seed than resampling them suggests: that
 part of the deviation is widened as Student's t asks for so few. "Better" is said only where the
