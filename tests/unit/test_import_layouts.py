@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from xcal.data import store
 from xcal.data.catalog import load
+from xcal.data.folders import blood_cell_pictures
 from xcal.data.importing import import_dataset
 from xcal.errors import UserError
 
@@ -54,15 +57,29 @@ def assert_pure(name: str) -> None:
         seen |= groups
 
 
+def files_of_pictures(split: str, cell: str) -> dict[int, list[str]]:
+    """The official files of a folder by the picture they are copies of."""
+    found: dict[int, list[str]] = {}
+    for file, number in blood_cell_pictures().items():
+        if file.startswith(f"{split}/{cell}/"):
+            found.setdefault(number, []).append(file)
+    return found
+
+
+CELLS = ("EOSINOPHIL", "LYMPHOCYTE", "MONOCYTE", "NEUTROPHIL")
+
+
 def blood_cells() -> dict[str, bytes]:
+    """A part of the official set: of every class three copies of ten pictures, one test file."""
     files = {}
-    for number, cell in enumerate(("EOSINOPHIL", "LYMPHOCYTE", "MONOCYTE", "NEUTROPHIL")):
+    for number, cell in enumerate(CELLS):
         jpeg = picture(60 * number + 30, (32, 24), "JPEG")
-        for source in range(10):
-            for copy in range(3):
-                files[f"d/d/images/TRAIN/{cell}/_{source}_{copy}{source}.jpeg"] = jpeg
-        # The same number in another split or class is another picture.
-        files[f"d/d/images/TEST/{cell}/_0_77.jpeg"] = jpeg
+        tested = files_of_pictures("TEST", cell)
+        trained = files_of_pictures("TRAIN", cell)
+        for source in [n for n in trained if n not in tested][:10]:
+            for file in trained[source][:3]:
+                files[f"d/d/images/{file}"] = jpeg
+        files[f"d/d/images/{min(tested.values())[0]}"] = jpeg
         files[f"d/d/images/TEST_SIMPLE/{cell}/_0_78.jpeg"] = jpeg
     return files
 
@@ -79,9 +96,80 @@ def test_blood_cells(tmp_path, as_zip):
     assert (test.images, test.groups) == (4, 4)
     assert train.largest_group == 3
     assert any("TEST_SIMPLE" in note for note in info.notes)
+    assert not any("left out" in note for note in info.notes)
     data = load("blood-cells")
     assert not any("SIMPLE" in i for _, images in data.splits() for i in images.ids)
     assert_pure("blood-cells")
+    # Files of one group are copies of one picture, and of no other group.
+    picture_of = blood_cell_pictures()
+    pairs = {
+        (int(group), picture_of[str(name).removeprefix("d/d/images/")])
+        for _, images in data.splits()
+        for group, name in zip(images.groups, images.ids, strict=True)
+    }
+    assert len(pairs) == len({g for g, _ in pairs}) == len({n for _, n in pairs}) == 44
+
+
+def test_training_copies_of_tested_blood_cells_are_left_out(tmp_path):
+    files = blood_cells()
+    torn = [
+        name
+        for cell in CELLS
+        for number, names in files_of_pictures("TRAIN", cell).items()
+        if number in files_of_pictures("TEST", cell)
+        for name in names[:4]
+    ]
+    assert torn
+    # Whether the copies in TEST are in the given part of the set makes no difference.
+    files |= {f"d/d/images/{name}": picture(90, (32, 24), "JPEG") for name in torn}
+    info = import_dataset(write(tmp_path, files, True), pixels=16).info
+    assert info.splits["train"].images + info.splits["validation"].images == 120
+    pictures = len({blood_cell_pictures()[name] for name in torn})
+    assert (
+        f"TRAIN: {len(torn)} more files are left out, as their {pictures} pictures have copies "
+        "in TEST." in info.notes
+    )
+    assert not any(str(i).endswith(tuple(torn)) for i in load("blood-cells").train.ids)
+
+
+def test_blood_cells_of_no_known_picture_are_refused(tmp_path):
+    files = {name: data for name, data in blood_cells().items() if "SIMPLE" not in name}
+    files["d/d/images/TRAIN/MONOCYTE/_7_99999.jpeg"] = picture(kind="JPEG")
+    path = write(tmp_path, files, True)
+    with pytest.raises(
+        UserError,
+        match=r"pictures 1 of the files.*MONOCYTE/_7_99999\.jpeg is the first.*--kind folders",
+    ):
+        import_dataset(path, pixels=16)
+    # Told that every file is a picture, it asks for no table.
+    info = import_dataset(path, pixels=16, kind="folders").info
+    assert info.group_name != "picture"
+
+
+def test_blood_cells_grouped_by_file_numbers_are_made_anew(tmp_path):
+    path = write(tmp_path, blood_cells(), True)
+    new = import_dataset(path, pixels=16).info
+    about = store.folder_of("blood-cells", 16) / "about.json"
+    raw = json.loads(about.read_text())
+    del raw["listing"]
+    about.write_text(json.dumps(raw | {"key": "as before"}))
+    with pytest.raises(UserError, match=r"took file numbers for pictures: .* xcal data import /"):
+        load("blood-cells")
+    again = import_dataset(path, pixels=16)
+    assert not again.already_there
+    assert again.info == new
+    assert len(load("blood-cells").test) == 4
+
+
+def test_older_sets_of_other_kinds_are_opened(tmp_path):
+    path = write(tmp_path, chest_xray(), True)
+    import_dataset(path, pixels=16)
+    about = store.folder_of("chest-xray14", 16) / "about.json"
+    raw = json.loads(about.read_text())
+    assert raw.pop("listing") == 1
+    about.write_text(json.dumps(raw))
+    assert len(load("chest-xray14").train)
+    assert import_dataset(path, pixels=16).already_there
 
 
 def test_a_zip_and_its_folder_are_the_same_set(tmp_path):
