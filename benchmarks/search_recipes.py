@@ -36,7 +36,7 @@ from xcal.federation.constants import with_constants
 from xcal.federation.folder import command, commit
 from xcal.federation.rounds import RoundRequest, client_round, load_weights
 from xcal.federation.setup import Federation, prepare
-from xcal.federation.site import Site
+from xcal.federation.site import Site, keep_freed_memory
 from xcal.models.registry import build_network
 from xcal.models.split import Split, split_frozen
 from xcal.privacy import ledger
@@ -223,6 +223,7 @@ def main() -> None:
     given.scratch.mkdir(parents=True, exist_ok=True)
     given.results.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    keep_freed_memory()
     base = {
         "data": given.data,
         "pixels": given.pixels,
