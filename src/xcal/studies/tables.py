@@ -322,8 +322,8 @@ def overhead_view(grid: Grid, results: Results) -> StudyView:
     low, high, top = (round(100 * v) for v in PRINTED_OVERHEAD)
     note = (
         f"The paper: 2·F_inf/(3F + O(P)), which is {low} to {high} % with F_inf = 0.5 to 0.7 F,"
-        f" measured up to {top} %. Ours computes a signal every fourth step and takes the first"
-        " forward pass from training."
+        f" measured up to {top} %. Ours computes a signal every fourth step (with `columns` in"
+        " every step, of half the images) and takes the first forward pass from training."
     )
     head = ("method", "where", "seconds a client and round", "over static noise")
     said = (
