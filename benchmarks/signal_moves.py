@@ -39,8 +39,7 @@ HEAD = (
 def row(one: Series, others: Sequence[Series]) -> str:
     """One line of the table, from the cells of one series."""
     cells = list(one.cells.values())
-    keys = {**cells[0].values["experiment"], "weights": None}
-    experiment = make_experiment(keys, "the cell")
+    experiment = make_experiment({**cells[0].keys, "weights": None}, "the cell")
     plan = XCAL.plan(experiment, cells[0].values["clients"][0]["units"], experiment.rounds)
     rule = XCAL.rule(experiment, plan)
     static = plan.sigma_static
