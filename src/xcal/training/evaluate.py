@@ -46,7 +46,7 @@ class Predictions:
         return classification_metrics(self.labels, self.probabilities)
 
 
-_BATCH = 256
+_BATCH = 64  # more is slower: see `explain/signal.py`
 
 
 def predict(model: nn.Module, images: Images, *, device: str = "cpu") -> Predictions:
