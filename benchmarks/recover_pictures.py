@@ -1,8 +1,8 @@
 """Which of Kaggle's blood-cell files are copies of one picture, found from the images themselves.
 
-    python -m venv /tmp/cv
-    /tmp/cv/bin/pip install numpy opencv-python-headless
-    /tmp/cv/bin/python benchmarks/recover_pictures.py $XCAL_DATA/blood-cells.zip
+    python -m venv with-opencv
+    with-opencv/bin/pip install numpy opencv-python-headless
+    with-opencv/bin/python benchmarks/recover_pictures.py $XCAL_DATA/blood-cells.zip
 
 The set holds rotated, sheared, shifted and mirrored copies of a few hundred photographs, and its
 file names do not say which. Two files are taken for copies of one photograph if one affine map,
