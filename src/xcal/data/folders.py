@@ -88,8 +88,8 @@ def blood_cells(files: Files) -> Listing:
         raise UserError(
             f"Which pictures {len(unknown)} of the files in TRAIN and TEST are copies of is not "
             f"known ({unknown[0]} is the first), as they do not belong to Kaggle's Blood Cell "
-            "Images; remove them, or import with --kind folders if every file is a picture of "
-            "its own."
+            "Images; remove them or, if every file is a picture of its own, remove TEST_SIMPLE "
+            "and import with --kind folders."
         )
     if not records:
         raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
