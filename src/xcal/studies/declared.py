@@ -285,8 +285,12 @@ def units(scale: Scale, choice: Choice) -> Grid:
                 for method in methods:
                     values = scale.values(method, data, network, epsilon, seed)
                     cells.append(make_cell(scale.name, values, scale.explained))
-                    # Few groups: a small expected batch, and epochs that give as many steps.
-                    whole = values | {"unit": "group", "batch": 8, "images_per_unit": 4}
+                    # Few groups: a small expected batch. Noise on its mean is as much larger, so
+                    # the rate is as much smaller.
+                    batch = min(32, values["batch"])
+                    lr = values["lr"] * batch / values["batch"]
+                    whole = values | {"unit": "group", "batch": batch, "lr": lr}
+                    whole["images_per_unit"] = 4
                     cells.append(make_cell(scale.name, whole, scale.explained, "unit = group"))
     return Grid(
         "units",
