@@ -18,7 +18,7 @@ TOUCHING of them are joined. All agreements are printed as histograms, of files 
 of strangers: one sees whether both bounds lie in a gap.
 
 Writes the table that the import reads, `src/xcal/data/blood_cells.csv.gz`; its bytes follow from
-what was found alone. About twenty minutes on two cores; with `--keep`, a second run starts from the
+what was found alone. Tens of minutes on two cores; with `--keep`, a second run starts from the
 pictures that the first one grew. Only this script needs OpenCV.
 """
 

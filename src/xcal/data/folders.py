@@ -41,8 +41,8 @@ def blood_cell_pictures() -> dict[str, int]:
     """The picture that each file of TRAIN and TEST is a copy of, as found from the images.
 
     Keys are the last three parts of the path. A picture has one number wherever its copies lie.
-    Photographs that overlap count as one picture, also where they bear different classes: no two
-    pictures show the same cells. `benchmarks/recover_pictures.py` made the table.
+    Photographs that were found to overlap count as one picture, also where they bear different
+    classes. `benchmarks/recover_pictures.py` made the table.
     """
     raw = packaged("xcal.data").joinpath("blood_cells.csv.gz").read_bytes()
     rows = [line for line in gzip.decompress(raw).decode().splitlines() if line[0] != "#"]

@@ -80,7 +80,7 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError, TypeError):  # another C library, another system
         return False
     return all([mallopt(_MAP, _LARGEST), mallopt(_TRIM, 2**31 - 1), mallopt(_PAD, 2 * _LARGEST)])
 
