@@ -1,33 +1,48 @@
-"""Fills the generated parts of docs/findings.md from the committed results; a test compares them.
+"""Fills the generated parts of the pages below from the committed results; a test compares them.
 
-A part stands between `<!-- results: STUDY SCALE -->` and `<!-- end -->`.
+A part stands between `<!-- KIND: STUDY SCALE -->` and `<!-- end -->`. Its kind says how much:
+`answer`, `overview` (the answer and one table) or `results` (everything).
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from xcal.studies.declared import declare
 from xcal.studies.store import Results
-from xcal.studies.tables import view
+from xcal.studies.tables import StudyView, view
 
 HERE = Path(__file__).parent
-PART = re.compile(r"(<!-- results: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = ("findings.md", "results.md")
+PART = re.compile(
+    r"(<!-- (answer|overview|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
-def part(study: str, scale: str) -> str:
-    found = view(declare(study, scale), Results(HERE.parent / "results"))
-    pieces = [found.answer, found.missing, *(table.markdown() for table in found.tables)]
-    if found.sentences:
-        pieces.append("\n".join(f"- {text}" for text in found.sentences))
+@cache
+def _seen(study: str, scale: str) -> StudyView:
+    return view(declare(study, scale), Results(HERE.parent / "results"))
+
+
+def part(kind: str, study: str, scale: str) -> str:
+    found = _seen(study, scale)
+    pieces = [found.answer]
+    if kind == "overview" and found.overview is not None:
+        pieces.append(found.overview.markdown())
+    if kind == "results":
+        pieces += [found.missing, *(table.markdown() for table in found.tables)]
+        if found.sentences:
+            pieces.append("\n".join(f"- {text}" for text in found.sentences))
     return "\n\n".join(pieces)
 
 
 def page(text: str) -> str:
-    return PART.sub(lambda m: f"{m[1]}\n{part(m[2], m[3])}\n\n{m[4]}", text)
+    return PART.sub(lambda m: f"{m[1]}\n{part(m[2], m[3], m[4])}\n\n{m[5]}", text)
 
 
 if __name__ == "__main__":
-    path = HERE / "findings.md"
-    path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PAGES:
+        path = HERE / name
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

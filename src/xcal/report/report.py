@@ -28,7 +28,8 @@ from xcal.report.study_panel import StudyPanel, study_panels
 from xcal.studies.declared import STUDIES, declare
 from xcal.studies.scales import SCALES
 from xcal.studies.store import Results
-from xcal.studies.tables import StudyView, Table, view
+from xcal.studies.tables import StudyView, view
+from xcal.studies.wording import Table
 
 SHOWN = ("privacy-utility", "ablation", "efficiency", "clients", "overhead", "units")
 

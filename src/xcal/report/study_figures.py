@@ -9,7 +9,8 @@ from xcal.report.figures import Figure, Line, tone
 from xcal.studies.analysis import BASELINE, Series, against, course_of, find, lowess
 from xcal.studies.statistics import Measure
 from xcal.studies.store import Results
-from xcal.studies.tables import StudyView, epsilon_text
+from xcal.studies.tables import StudyView
+from xcal.studies.wording import epsilon_text
 
 MEASURES: tuple[tuple[Measure, str], ...] = (
     ("macro_f1", "macro F1"),

@@ -21,7 +21,7 @@ from xcal.report.run_figures import Tile, data_uri
 from xcal.studies.analysis import series_of
 from xcal.studies.declared import declare
 from xcal.studies.store import Results, unpack
-from xcal.studies.tables import epsilon_text
+from xcal.studies.wording import epsilon_text
 
 TOP = 4.0  # multiples of a map's mean that get the top colour
 

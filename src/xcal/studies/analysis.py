@@ -128,12 +128,10 @@ def interval(d: Difference, digits: int = 3) -> str:
     return f"{signed(d.mean, digits)} [{signed(d.low, digits)}, {signed(d.high, digits)}]"
 
 
-def beside_the_paper(found: Comparison) -> str | None:
-    """One plain sentence: what the paper prints of this pair, what came out here."""
-    place, d = found.series.place, found.f1
-
-    def of_paper(method: str) -> float | None:
-        return printed(
+def printed_gain(place: Place) -> float | None:
+    """What the paper's method gains over static noise in F1, as printed."""
+    theirs, static = (
+        printed(
             "macro_f1",
             place.data,
             method,
@@ -142,11 +140,17 @@ def beside_the_paper(found: Comparison) -> str | None:
             clients=place.clients,
             partition=place.partition,
         )
+        for method in ("xcal", BASELINE)
+    )
+    return None if theirs is None or static is None else theirs - static
 
-    theirs, base = of_paper(found.series.method), of_paper(found.reference.method)
-    if theirs is None or base is None:
+
+def beside_the_paper(found: Comparison) -> str | None:
+    """One plain sentence: what the paper prints of this pair, what came out here."""
+    place, d = found.series.place, found.f1
+    gain = printed_gain(place)
+    if gain is None:
         return None
-    gain = theirs - base
     where = f"{place.data}, {place.network}, ε = {place.epsilon:g}"
     other = "" if place.network in PAPER_NETWORK else " (with EfficientNet-B0)"
     seeds = f"{d.seeds} seed{'s' if d.seeds > 1 else ''}"

@@ -23,31 +23,22 @@ from xcal.studies.analysis import (
     signed,
 )
 from xcal.studies.grid import Grid
-from xcal.studies.paper import PRINTED_OVERHEAD, printed
+from xcal.studies.overview import RIVALS, methods_overview, printed_gains, variants_overview
+from xcal.studies.paper import PRINTED_OVERHEAD
 from xcal.studies.scales import PAPER_NETWORK
-from xcal.studies.statistics import Difference, Summary, summarise
+from xcal.studies.statistics import summarise
 from xcal.studies.store import Results
-
-NOTHING = "–"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a head; the first column names the row."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-    def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.head) + " |")
-        lines.append("|" + "---|" * len(self.head))
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        if self.note:
-            lines += ["", self.note]
-        return "\n".join(lines)
+from xcal.studies.wording import (
+    COMPARED,
+    NOTHING,
+    Table,
+    difference,
+    epsilon_text,
+    figure,
+    printed_text,
+    verdict,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,7 @@ class StudyView:
     finished: int
     total: int
     series: tuple[Series, ...]
+    overview: Table | None = None  # the tables in one, where there are many
 
     @property
     def missing(self) -> str:
@@ -72,56 +64,6 @@ class StudyView:
             f"{self.finished} of the grid's {self.total} cells are finished; `xcal study"
             f" {self.study} --scale {self.scale}` goes on with the others."
         )
-
-
-def figure(found: Summary | None, digits: int = 3) -> str:
-    """Mean ± standard deviation over seeds (n)."""
-    if found is None:
-        return NOTHING
-    spread = "" if found.deviation is None else f" ± {found.deviation:.{digits}f}"
-    return f"{found.mean:.{digits}f}{spread} ({found.seeds})".replace("-", "−")
-
-
-def difference(d: Difference | None) -> str:
-    """The difference with its interval and its record of wins and losses."""
-    if d is None:
-        return NOTHING
-    return f"{interval(d)} {d.wins}:{d.losses}"
-
-
-def verdict(d: Difference | None) -> str:
-    return NOTHING if d is None else d.verdict
-
-
-def epsilon_text(epsilon: float | None) -> str:
-    return "∞" if epsilon is None else f"{epsilon:g}"
-
-
-def _printed(series: Series, measure: str, digits: int) -> str:
-    p = series.place
-    value = printed(
-        measure,
-        p.data,
-        series.method,
-        p.epsilon,
-        network=p.network,
-        clients=p.clients,
-        partition=p.partition,
-    )
-    return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def _where(place: Place) -> str:
-    parts = [place.data, place.network]
-    if (place.clients, place.partition) != (3, "iid"):
-        parts.append(f"{place.clients} clients, {place.partition}")
-    return ", ".join(parts)
-
-
-COMPARED = (
-    "Mean ± standard deviation over (n) seeds. Differences are paired by seed and partition, with"
-    " a 95 % interval that resamples seeds and whole groups, and wins:losses by seed."
-)
 
 
 def comparisons_of(
@@ -159,7 +101,8 @@ def comparison_table(
             difference(road),
             verdict(road),
         ]
-        row += [_printed(one, "macro_f1", 3), _printed(one, "road", 1)] if with_paper else []
+        if with_paper:
+            row += [printed_text(one, "macro_f1", 3), printed_text(one, "road", 1)]
         rows.append(tuple(row))
     return Table(title, tuple(head), tuple(rows), COMPARED)
 
@@ -179,24 +122,26 @@ def privacy_utility_view(grid: Grid, results: Results) -> StudyView:
     for group in _by_place(series).values():
         place = group[0].place
         note = "" if place.network in PAPER_NETWORK else " The paper's figures: EfficientNet-B0."
-        made = comparison_table(_where(place), group, results)
+        made = comparison_table(where(place), group, results)
         tables.append(Table(made.title, made.head, made.rows, made.note + note))
-    pairs = comparisons_of(series, results, ("xcal-paper", "xcal"))
-    sentences = [s for s in map(beside_the_paper, pairs) if s is not None]
+    pairs = comparisons_of(series, results, RIVALS)
     ours = [c for c in pairs if c.series.method == "xcal"]
     paper = [c for c in pairs if c.series.method == "xcal-paper"]
+    steered = [c for c in pairs if c.series.method in ("xcal", "xcal-paper")]
+    sentences = [s for s in map(beside_the_paper, steered) if s is not None]
     said = (
         answer(ours, "of `xcal` with static noise at the same ε")
         + " "
         + answer(paper, "of the published rule, `xcal-paper`, with it")
+        + printed_gains(ours)
     )
-    return _view(grid, series, said, tables, sentences)
+    return _view(grid, series, said, tables, sentences, methods_overview(series, pairs))
 
 
 def clients_view(grid: Grid, results: Results) -> StudyView:
     series = of_grid(grid, results)
     tables = [
-        comparison_table(_where(group[0].place), group, results)
+        comparison_table(where(group[0].place), group, results)
         for group in _by_place(series).values()
     ]
     pairs = comparisons_of(series, results, ("xcal-paper", "xcal"))
@@ -209,7 +154,8 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
     """Each variant against the method as it is, and the replaced signals against the model's."""
     series = of_grid(grid, results)
     tables = []
-    replaced: list[Comparison] = []
+    all_to_default: list[Comparison] = []
+    all_to_static: list[Comparison] = []
     places: dict[Place, list[Series]] = {}
     for one in series:
         places.setdefault(one.place, []).append(one)
@@ -219,8 +165,8 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
             default = find(group, place, one.method)
             to_default = against(one, default, results) if one.variant else None
             to_static = against(one, find(group, place, BASELINE), results)
-            if one.variant.startswith("signal:") and to_default is not None:
-                replaced.append(to_default)
+            all_to_default += [to_default] if to_default is not None else []
+            all_to_static += [to_static] if to_static is not None else []
             rows.append(
                 (
                     f"`{one.method}`" + (f", {one.variant}" if one.variant else ""),
@@ -231,9 +177,10 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
                     difference(to_default.road if to_default else None),
                 )
             )
-        title = f"{_where(place)}, ε = {epsilon_text(place.epsilon)}"
+        title = f"{where(place)}, ε = {epsilon_text(place.epsilon)}"
         head = ("variant", "macro F1", "F1 − default", "F1 − static", "ROAD", "ROAD − default")
         tables.append(Table(title, head, tuple(rows), COMPARED))
+    replaced = [c for c in all_to_default if c.series.variant.startswith("signal:")]
     enough = [c for c in replaced if c.f1.seeds >= 2]
     if not enough:
         said = "Too few finished cells to say what the signal does: two seeds at least."
@@ -246,12 +193,13 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
         if not shown:
             said += " So far nothing shows that it matters what the signal says."
     sentences = [
-        f"{_where(c.series.place)}, ε = {epsilon_text(c.series.place.epsilon)}: with the"
+        f"{where(c.series.place)}, ε = {epsilon_text(c.series.place.epsilon)}: with the"
         f" {c.series.variant.replace('signal: ', '')} in the signal's place F1 changes by"
         f" {interval(c.f1)} ({c.f1.verdict})."
         for c in enough
     ]
-    return _view(grid, series, said, tables, sentences)
+    overview = variants_overview(all_to_static, all_to_default)
+    return _view(grid, series, said, tables, sentences, overview)
 
 
 def efficiency_view(grid: Grid, results: Results) -> StudyView:
@@ -263,7 +211,7 @@ def efficiency_view(grid: Grid, results: Results) -> StudyView:
         rows.append(
             (
                 f"`{c.series.method}`",
-                _where(p),
+                where(p),
                 epsilon_text(p.epsilon),
                 signed(c.f1_gain),
                 signed(c.road_gain),
@@ -318,7 +266,7 @@ def overhead_view(grid: Grid, results: Results) -> StudyView:
             if each:
                 ratio = figure(summarise(each), 0) + " %"
                 most.append(float(np.mean(each)))
-        rows.append((f"`{one.method}`", _where(one.place), figure(summarise(seconds), 2), ratio))
+        rows.append((f"`{one.method}`", where(one.place), figure(summarise(seconds), 2), ratio))
     low, high, top = (round(100 * v) for v in PRINTED_OVERHEAD)
     note = (
         f"The paper: 2·F_inf/(3F + O(P)), which is {low} to {high} % with F_inf = 0.5 to 0.7 F,"
@@ -340,7 +288,7 @@ def units_view(grid: Grid, results: Results) -> StudyView:
     rows = [
         (
             f"`{s.method}`",
-            _where(s.place),
+            where(s.place),
             epsilon_text(s.place.epsilon),
             s.place.unit,
             figure(s.summary("macro_f1")),
@@ -351,7 +299,7 @@ def units_view(grid: Grid, results: Results) -> StudyView:
     ]
     head = ("method", "where", "ε", "unit", "macro F1", "ROAD", "units at the largest client")
     tables = [Table("Record and group", head, tuple(rows))] if rows else []
-    said = "No pair of twins is finished yet."
+    twins = []
     for one in series:
         twin = [
             s
@@ -362,12 +310,17 @@ def units_view(grid: Grid, results: Results) -> StudyView:
         ours = one.summary("macro_f1")
         theirs = twin[0].summary("macro_f1") if twin else None
         if one.place.unit == "record" and ours is not None and theirs is not None:
-            said = (
-                f"On {_where(one.place)} at ε = {epsilon_text(one.place.epsilon)} `{one.method}`"
-                f" has a macro F1 of {ours.mean:.3f} when the promise covers one image, and of"
-                f" {theirs.mean:.3f} when it covers a whole group."
+            twins.append(
+                f"{ours.mean:.3f} and {theirs.mean:.3f} with `{one.method}` on {where(one.place)}"
+                f" at ε = {epsilon_text(one.place.epsilon)}"
             )
-            break
+    said = (
+        "Macro F1 when the promise covers one image, and when it covers a whole group: "
+        + "; ".join(twins)
+        + "."
+        if twins
+        else "No pair of twins is finished yet."
+    )
     return _view(grid, series, said, tables, [])
 
 
@@ -377,6 +330,7 @@ def _view(
     said: str,
     tables: Sequence[Table],
     sentences: Sequence[str],
+    overview: Table | None = None,
 ) -> StudyView:
     there = sum(len(s.cells) for s in series)
     return StudyView(
@@ -389,6 +343,7 @@ def _view(
         there,
         len(grid.cells),
         tuple(series),
+        overview,
     )
 
 
