@@ -24,11 +24,11 @@ from xcal.methods.xcal import XCAL
 from xcal.studies.analysis import Series, find, series_of
 from xcal.studies.declared import declare
 from xcal.studies.store import Results
-from xcal.training.xcal import smoothing_noise
+from xcal.training.xcal import SCHEDULES, smoothing_noise
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).parent / "results" / "signal-moves.md"
-SHOWN = ("", "reference = absolute", "eager", "eager, w = 0.8", "signal: decay")
+SHOWN = ("", "reference = absolute", "eager", "eager, w = 0.8", "signal: decay", "signal: rise")
 HEAD = (
     "| data | network | ε | variant | seeds | static σ | price | waits | noise of s − s̄ | Δ"
     " | σ over static | F1 static | F1 without noise |\n"
@@ -51,7 +51,7 @@ def row(one: Series, others: Sequence[Series]) -> str:
         for sigma in of_round
         if sigma is not None
     ]
-    scheduled = rule.source == "decay"
+    scheduled = rule.source in SCHEDULES
     noise = smoothing_noise(rule)
     contrast = max(rule.contrast, 3 * noise)
     told = "–" if scheduled else f"{noise:.3f}"

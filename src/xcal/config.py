@@ -139,7 +139,7 @@ class Experiment(BaseModel):
     signal_fraction: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         1.0, description="share p of the drawn units that enter the signal"
     )
-    signal_source: Literal["model", "constant", "noise", "decay"] = Field(
+    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = Field(
         "model", description="the model, or what replaces it at the same cost, to see what it does"
     )
     # where the noise goes

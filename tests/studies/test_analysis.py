@@ -79,6 +79,34 @@ def test_the_tables_say_better_only_where_the_interval_does(results: Results) ->
         assert table.markdown().count("\n|") == len(table.rows) + 2
 
 
+def test_the_overview_has_a_row_a_place_and_says_no_more_than_the_tables(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    assert found.overview is not None
+    assert [row[:2] for row in found.overview.rows] == [
+        ("blood-cells, small", "0.5"),
+        ("blood-cells, small", "5"),
+    ]
+    tables = {(row[0], row[1]): row for table in found.tables for row in table.rows}
+    for row in found.overview.rows:
+        for column, method in ((3, "xcal"), (4, "xcal-paper"), (5, "agp")):
+            of_place = tables[f"`{method}`", row[1]]
+            shown = f", {of_place[4]}" if of_place[4] in ("better", "worse") else ""
+            assert row[column] == of_place[3] + shown
+    assert [row[6] for row in found.overview.rows] == ["+0.062", "+0.023"]
+    assert "`xcal`: " in found.overview.note
+    assert "of 2 of them" in found.answer
+
+
+def test_all_that_was_tried_stands_in_one_table(results: Results) -> None:
+    found = view(declare("ablation", "laptop", SMALL), results)
+    assert found.overview is not None
+    rows = {row[0]: row for row in found.overview.rows}
+    assert "`fl-dp`" not in rows
+    assert rows["`xcal`"][1] == "2" and rows["`xcal`"][5] == "–"
+    ahead, behind = map(int, rows["`xcal`, signal: decay"][6].split(":"))
+    assert 0 < ahead + behind <= 6  # two places of three seeds
+
+
 def test_a_replaced_signal_is_compared_with_the_signal(results: Results) -> None:
     found = view(declare("ablation", "laptop", SMALL), results)
     rows = {row[0]: row for table in found.tables for row in table.rows}

@@ -77,7 +77,7 @@ def test_studies_share_their_cells() -> None:
     ablation = declare("ablation", "laptop").cells
     assert main & {c.id for c in ablation}
     named = {c.variant for c in ablation}
-    assert {"signal: constant", "signal: noise", "signal: decay"} <= named
+    assert {"signal: constant", "signal: noise", "signal: decay", "signal: rise"} <= named
     assert set(WEIGHTS) - {"balanced"} <= named  # balanced are the defaults: the plain cell
 
 
@@ -85,7 +85,8 @@ def test_a_grid_can_be_narrowed_to_some_variants() -> None:
     grid = declare("ablation", "laptop", Choice(networks=("small",), methods=("xcal",), seeds=1))
     some = only_variants(grid, ("signal:", "w = "))
     assert {c.variant for c in some.cells} == {
-        "", "signal: constant", "signal: noise", "signal: decay", "w = 0.25", "w = 0.8",
+        "", "signal: constant", "signal: noise", "signal: decay", "signal: rise", "w = 0.25",
+        "w = 0.8",
     }  # fmt: skip
     assert {c.method for c in some.cells} == {"fl-dp", "xcal"}
     with pytest.raises(UserError, match=r"'signal: noize'.*Did you mean 'signal: noise'"):

@@ -18,13 +18,16 @@ from xcal.privacy.filter import RenyiFilter
 from xcal.privacy.ledger_rows import charges_of, read_rows
 from xcal.training.xcal import XcalRule, XcalState, next_effective_sigma
 
-SOURCES = ("model", "constant", "noise", "decay")
+SOURCES = ("model", "constant", "noise", "decay", "rise")
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 5.0])
-def test_the_decaying_schedule_spends_the_budget_on_its_line(epsilon: float) -> None:
+@pytest.mark.parametrize(("source", "slope"), [("decay", 0.5), ("rise", -0.5)])
+def test_a_schedule_spends_the_budget_on_its_line(
+    epsilon: float, source: str, slope: float
+) -> None:
     plan = plan_xcal(PlanShape(epsilon, 1e-5, units=1000, batch=64, rounds=10), kappa=5.0, w=0.5)
-    rule = XcalRule(plan, SignalSettings(), source="decay")
+    rule = XcalRule(plan, SignalSettings(), source=source)
     now, costs = RenyiFilter(plan.order, plan.budget), []
     for number in range(plan.steps):
         _, cost = next_effective_sigma(
@@ -35,7 +38,7 @@ def test_the_decaying_schedule_spends_the_budget_on_its_line(epsilon: float) -> 
     assert sum(map(Fraction, costs)) <= Fraction(plan.budget)
     assert now.spent >= 0.99 * plan.budget
     even = plan.budget / plan.steps
-    line = 1 + 0.5 * (2 * (np.arange(plan.steps) + 0.5) / plan.steps - 1)
+    line = 1 + slope * (2 * (np.arange(plan.steps) + 0.5) / plan.steps - 1)
     np.testing.assert_allclose(np.array(costs) / even, line, rtol=0.05)
 
 
@@ -66,3 +69,4 @@ def test_only_the_model_and_noise_move_the_share(runs: dict[str, Path]) -> None:
     assert np.ptp(sigmas["constant"]) < 0.01 * np.mean(sigmas["constant"])
     assert np.ptp(sigmas["noise"]) > 0.02 * np.mean(sigmas["noise"])
     assert sigmas["decay"] == sorted(sigmas["decay"], reverse=True)
+    assert sigmas["rise"] == sorted(sigmas["rise"])

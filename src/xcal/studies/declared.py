@@ -32,7 +32,7 @@ WEIGHTS: Mapping[str, tuple[float, float, float]] = {
     "concentration damped": (1.0, 1.0, 0.5),
     "concentration amplified": (1.0, 1.0, 2.0),
 }
-REPLACED = ("decay", "constant", "noise")
+REPLACED = ("decay", "rise", "constant", "noise")
 # What the paper did not vary, one key at a time around the defaults.
 VARIED: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "xcal": {

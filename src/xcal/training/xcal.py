@@ -61,7 +61,7 @@ class XcalRule:
     signal_every: int = 1
     signal_fraction: float = 1.0
     with_signal: bool = True
-    source: str = "model"  # what stands in the signal's place: "constant", "noise" or "decay"
+    source: str = "model"  # or what stands in the signal's place: a constant, noise, a schedule
     channels: ChannelRule | None = None  # where the noise goes; None: alike everywhere
     quantile: QuantileRule | None = None  # how C follows the norms; None: it is fixed
 
@@ -112,15 +112,20 @@ def share_factor(state: XcalState, rule: XcalRule) -> float:
     return 1 + rule.w * min(max((s - usual) / contrast, -1.0), 1.0)
 
 
-def decaying_factor(rule: XcalRule, steps_left: int) -> float:
-    """m of a public schedule: noise falls as planned shares rise from 1 − w to 1 + w, R in all."""
+# Public schedules by the sign of their shares' slope; named after the noise, which goes against it.
+SCHEDULES = {"decay": 1, "rise": -1}
+
+
+def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
+    """m of a public schedule: shares go from 1 ∓ w to 1 ± w on a line, R in all."""
     total = rule.plan.steps
     now = total - steps_left
+    slope = SCHEDULES[rule.source] * rule.w
 
     def height(step: float) -> float:
-        return 1 + rule.w * (2 * (step + 0.5) / total - 1)
+        return 1 + slope * (2 * (step + 0.5) / total - 1)
 
-    # Heights fall on a line, so those still to come have the mean of the first and the last.
+    # Heights lie on a line, so those still to come have the mean of the first and the last.
     return height(now) / ((height(now) + height(total - 1)) / 2)
 
 
@@ -129,8 +134,8 @@ def next_effective_sigma(
 ) -> tuple[float, float]:
     """The next step's σ_eff and its cost, from releases and public constants only (METHOD §4.5)."""
     left = rule.plan.budget - spent
-    scheduled = rule.source == "decay"
-    factor = decaying_factor(rule, steps_left) if scheduled else share_factor(state, rule)
+    scheduled = rule.source in SCHEDULES
+    factor = scheduled_factor(rule, steps_left) if scheduled else share_factor(state, rule)
     share = min(left / max(steps_left, 1) * factor, left)
     k = table.cheapest_within(share)
     if k is None:
