@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from xcal.audit.central import audit_clients
 from xcal.audit.inversion import Inverted, Settings, invert_all
 from xcal.audit.membership import infer_membership
 from xcal.audit.onerun import audit_method
+from xcal.audit.parts import Parts
 from xcal.audit.pictures import draw_inversion, save_inverted
 from xcal.config import Experiment, make_experiment
 from xcal.data import catalog
@@ -117,6 +118,7 @@ class Suite:
         self._on_work = on_work or _ignore
         self._shown: Experiment = _experiment(self.keys, {}, self.methods[0])
         self.inverted: list[Inverted] = []
+        self._parts = Parts(None, {})
 
     def _data(self, images: int) -> ImageData:
         # Synthetic images are drawn, so no more than needed.
@@ -136,8 +138,8 @@ class Suite:
             elif clips_units(method):
                 work.append((name, "gradient"))
             work.append((name, "mislabelled"))
-        for done, (name, canary) in enumerate(work):
-            self._on_work(f"one run: {name}, {canary} canaries", done / len(work))
+
+        def canaries_in(name: str, canary: str) -> list[dict[str, Any]]:
             defaults = FOR_INPUTS if canary == "mislabelled" else FOR_GRADIENTS
             experiment = _experiment(self.keys, defaults, name)
             method = method_of(experiment)
@@ -165,22 +167,30 @@ class Suite:
                     pictures=pictures,
                     confidence=effort.confidence,
                 )
-            rows += [{**asdict(a), "broken": a.broken} for a in found]
+            return [{**asdict(a), "broken": a.broken} for a in found]
+
+        for done, one in enumerate(work):
+            self._on_work(f"one run: {one[0]}, {one[1]} canaries", done / len(work))
+            rows += self._parts.rows("one-run", one, partial(canaries_in, *one))
         return rows
 
     def membership(self) -> list[dict[str, Any]]:
         """Loss threshold and likelihood ratio, for every method."""
         data = self._data(self.effort.pool)
         rows: list[dict[str, Any]] = []
-        for done, name in enumerate(self.methods):
-            self._on_work(f"membership: {name}", done / len(self.methods))
+
+        def members_of(name: str) -> list[dict[str, Any]]:
             found = infer_membership(
                 _experiment(self.keys, FOR_MEMBERSHIP, name),
                 _some(data.train, 0, self.effort.pool),
                 len(data.classes),
                 models=self.effort.models,
             )
-            rows += [{**m.as_dict(), "broken": m.broken} for m in found]
+            return [{**m.as_dict(), "broken": m.broken} for m in found]
+
+        for done, name in enumerate(self.methods):
+            self._on_work(f"membership: {name}", done / len(self.methods))
+            rows += self._parts.rows("membership", (name,), partial(members_of, name))
         return rows
 
     def inversion(self) -> list[dict[str, Any]]:
@@ -205,20 +215,30 @@ class Suite:
             self._on_work("inversion", done / total)
 
         for network, epsilons in tried:
-            self.inverted += invert_all(
-                base,
-                _some(data.train, 0, effort.pictures),
-                _some(data.train, 0, effort.round_pictures),
-                len(data.classes),
-                network=network,
-                epsilons=epsilons,
-                settings=effort.inversion,
-                on_attack=attacked,
-            )
+            for epsilon in epsilons:
+                attack = partial(
+                    invert_all,
+                    base,
+                    _some(data.train, 0, effort.pictures),
+                    _some(data.train, 0, effort.round_pictures),
+                    len(data.classes),
+                    network=network,
+                    epsilons=(epsilon,),
+                    settings=effort.inversion,
+                    on_attack=attacked,
+                )
+                found, kept = self._parts.inverted((network, epsilon), attack)
+                self.inverted += found
+                if kept:
+                    attacked(2 * (effort.pictures + 1))
         return [r.summary() for r in self.inverted]
 
     def run(self, attacks: Sequence[str], out: Path | None = None) -> dict[str, Any]:
-        """The attacks named, in the usual order; results also written into `out`."""
+        """The attacks named, in the usual order; results also written into `out`.
+
+        What an earlier call with the same code and settings finished there before it was
+        interrupted is taken over.
+        """
         for attack in attacks:
             if attack not in ATTACKS:
                 raise UserError(f"Unknown attack {attack!r}: choose {', '.join(ATTACKS)}.")
@@ -228,8 +248,11 @@ class Suite:
             "versions": versions(),
             "settings": {**BASE, **self.keys},
             "effort": asdict(self.effort),
-            "seconds": {},
         }
+        folder = None if out is None else out / "parts"
+        # Not by the command: asked for in another order, a part is the same part.
+        self._parts = Parts(folder, {k: v for k, v in result.items() if k != "command"})
+        result["seconds"] = {}
         runs = {
             "one-run": self.one_run,
             "membership": self.membership,
@@ -237,9 +260,9 @@ class Suite:
         }
         for attack in ATTACKS:
             if attack in (attacks or ATTACKS):
-                began = time.monotonic()
+                before = self._parts.seconds
                 result[attack] = runs[attack]()
-                result["seconds"][attack] = round(time.monotonic() - began, 1)
+                result["seconds"][attack] = round(self._parts.seconds - before, 1)
         result["broken"] = sorted(
             {
                 row["method"]
@@ -254,4 +277,5 @@ class Suite:
             if self.inverted:
                 save_inverted(self.inverted, out / "inversion.npz")
                 draw_inversion(self.inverted, out / "inversion.png")
+            self._parts.remove()
         return result

@@ -35,7 +35,8 @@ def audit_command(
 ) -> None:
     """Attack training with and without privacy: canaries, membership, gradient inversion.
 
-    Exit code 1 where an attack refutes a guarantee.
+    Interrupted, the same command goes on where it stopped. Exit code 1 where an attack refutes a
+    guarantee.
     """
     from dataclasses import replace
 
