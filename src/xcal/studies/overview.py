@@ -138,9 +138,9 @@ def variants_overview(
         "ahead:behind",
     )
     note = (
-        "A place is a set, a network and an ε. Mean over the places, with the lowest and the"
+        "A place is a set, a network and an ε. Mean over all pairs of runs, with the lowest and the"
         " highest place in brackets; ahead and behind count pairs of runs; shown: in how many"
-        " places the interval excludes zero."
+        " places with two seeds or more the interval excludes zero."
     )
     return Table("All that was tried, over all places", head, tuple(rows), note)
 
@@ -151,7 +151,8 @@ def _spread(found: Sequence[Comparison]) -> str:
     means = [c.f1.mean for c in found]
     if len(means) == 1:
         return interval(found[0].f1).split(" ")[0]
-    return f"{signed(float(np.mean(means)))} ({signed(min(means))} to {signed(max(means))})"
+    mean = float(np.average(means, weights=[c.f1.seeds for c in found]))
+    return f"{signed(mean)} ({signed(min(means))} to {signed(max(means))})"
 
 
 def _score(found: Sequence[Comparison]) -> str:
