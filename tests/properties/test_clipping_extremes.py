@@ -49,6 +49,123 @@ def test_products_that_underflow_do_not_hide_a_norm(power: float, per_unit: int)
         assert math.sqrt(sum(squares)) <= clip
 
 
+def length(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+class Flat(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images.flatten(1))
+
+
+@pytest.mark.parametrize("huge", [1e12, 1e17, 1e20, 1e25, 1e30, 1e37])
+@pytest.mark.parametrize("clip", [1.0, 1e-6])
+def test_one_huge_image_of_a_unit_does_not_hide_another(huge: float, clip: float) -> None:
+    """Beside the square of the huge one the other's underflows, but its gradient is the unit's."""
+    head = nn.Linear(8, 2, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[:, 7] = torch.tensor([1.0, -1.0])
+    images = torch.zeros(2, 8, 1, 1)
+    images[0, 0], images[1, 7] = 1e6, huge  # undecided, and certain
+    found = ClippingEngine(Flat(head)).clipped_sum(
+        images, torch.tensor([0, 0]), clip=clip, units=torch.tensor([0, 0]), n_units=1
+    )
+    assert length(found.gradients) <= clip
+
+
+@pytest.mark.parametrize("power", [1e10, 1e17, 1e19, 1e22, 3e22, 1e23])
+@pytest.mark.parametrize("clip", [1.0, 1e-6])
+def test_a_norm_beyond_float32_is_not_rounded_up_to_one_that_counts(
+    power: float, clip: float
+) -> None:
+    """Scaled down by 10^45, a factor in float32 has no bits left to be right with."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
+    with torch.no_grad():
+        first.weight.zero_()
+        second.weight.zero_()
+        first.weight[0, 0] = 1e-30
+        second.weight[:, 0] = torch.tensor([power, -power])
+    images = torch.zeros(3, 4, 1, 1)
+    images[:, 0], images[:, 1] = 1.0, power
+    engine = ClippingEngine(Flat(first, second))
+    found = engine.clipped_sum(images, torch.zeros(3, dtype=torch.long), clip=clip)
+    assert length(found.gradients) <= 3 * clip
+    together = torch.zeros(3, dtype=torch.long)
+    for chunk in (1, 256):  # a unit larger than a chunk is clipped in another place
+        one = ClippingEngine(Flat(first, second), chunk=chunk).clipped_sum(
+            images, torch.zeros(3, dtype=torch.long), clip=clip, units=together, n_units=1
+        )
+        assert length(one.gradients) <= clip
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(4, 64, 3, padding=1, stride=2, bias=False)
+        self.third = nn.Conv2d(64, 64, 1, bias=False)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.third(self.second(self.first(images))).mean(dim=(2, 3)))
+
+
+def test_no_weights_at_all_carry_a_unit_past_the_norm() -> None:
+    """Weights, channels and pixels of every size at once, as somebody who searches would try."""
+    generator = torch.Generator().manual_seed(5)
+    seen = 0
+    for trial in range(150):
+        network, reach = Layers(), 1.0 + trial % 30
+
+        def sizes(*shape: int, reach: float = reach) -> Tensor:
+            exponents = (2 * torch.rand(*shape, generator=generator) - 1) * reach
+            return torch.pow(10.0, exponents) * torch.randn(*shape, generator=generator)
+
+        with torch.no_grad():
+            for parameter in network.parameters():
+                width = parameter.shape[0]
+                parameter.mul_(sizes(width).view(-1, *[1] * (parameter.dim() - 1)))
+        images = torch.rand(4, 3, 6, 6, generator=generator) * (
+            torch.rand(4, 1, 6, 6, generator=generator) < 0.5
+        )
+        labels = torch.randint(3, (4,), generator=generator)
+        clip = 10.0 ** -(trial % 4)
+        engine = ClippingEngine(network)
+        for units in (torch.arange(4), torch.tensor([0, 0, 1, 1]), torch.zeros(4).long()):
+            count = int(units.max()) + 1
+            for unit in range(count):
+                of_it = units == unit
+                found = engine.clipped_sum(
+                    images[of_it],
+                    labels[of_it],
+                    clip=clip,
+                    units=torch.zeros(int(of_it.sum())).long(),
+                    n_units=1,
+                )
+                assert length(found.gradients) <= clip
+                seen += bool(found.norms[0] > clip and not found.dropped[0])
+    assert seen > 100  # it was clipping that held them, not dropping
+
+
+def test_a_unit_is_measured_alike_beside_whatever_other_unit() -> None:
+    """How one unit's norm is computed must not depend on another's numbers."""
+    torch.manual_seed(3)
+    network = Layers()
+    images = torch.rand(3, 3, 6, 6)
+    labels = torch.tensor([0, 1, 2])
+    engine = ClippingEngine(network)
+    beside = images.clone()
+    beside[1] *= 1e12
+    here = engine.clipped_sum(images, labels, clip=1.0).norms
+    there = engine.clipped_sum(beside, labels, clip=1.0).norms
+    assert torch.equal(here[[0, 2]], there[[0, 2]])
+
+
 @pytest.mark.parametrize("size", [100, 16_384, 1_179_648, 2_359_296])
 def test_long_rows_are_measured_to_a_millionth(size: int) -> None:
     for value in (0.1, 0.37, 1e-4, 3.0):

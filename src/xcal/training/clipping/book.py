@@ -14,6 +14,7 @@ from xcal.training.clipping.convolution import (
     gram_squared_norms,
     per_image_weight_gradient,
     summed_weight_gradient,
+    unmeasurable,
 )
 from xcal.training.clipping.geometry import PLAIN, Geometry
 
@@ -117,7 +118,10 @@ class Book:
             self._pairs[name] = _Pair(g.detach(), x.detach(), shape, patches)
 
     def squared_norms(self) -> Tensor:
-        """The squared norm of every unit's whole scaled gradient, in float64."""
+        """The squared norm of every unit's whole scaled gradient, in float64.
+
+        Infinite where it cannot be told, which is for numbers that no training brings about.
+        """
         total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
         for name, parts in self._rows.items():
             total += self._geometry.one_weight(name) ** 2 * squared_lengths(parts).sum(0)
@@ -148,13 +152,16 @@ class Book:
         return sums
 
     def _pair_norms(self, pair: _Pair, image_ids: Tensor) -> Tensor:
-        if self.units.of_image is None:
-            return gram_squared_norms(pair.g.unsqueeze(1), pair.x.unsqueeze(1), pair.shape)
         pixels = image_ids.shape[1] * pair.x.shape[2] * pair.x.shape[3]
-        if pixels**2 <= math.prod(pair.shape.weight_shape):
-            return gram_squared_norms(pair.g[image_ids], pair.x[image_ids], pair.shape)
-        # A unit of many images: its own gradient is smaller than its Gram matrix.
-        return torch.stack([_many_images_norm(pair, ids) for ids in image_ids])
+        if self.units.of_image is None:
+            squared = gram_squared_norms(pair.g.unsqueeze(1), pair.x.unsqueeze(1), pair.shape)
+        elif pixels**2 <= math.prod(pair.shape.weight_shape):
+            squared = gram_squared_norms(pair.g[image_ids], pair.x[image_ids], pair.shape)
+        else:
+            # A unit of many images: its own gradient is smaller than its Gram matrix.
+            squared = torch.stack([_many_images_norm(pair, ids) for ids in image_ids])
+        too_large = unmeasurable(pair.x)[image_ids].any(1)
+        return torch.where(too_large, math.inf, squared)
 
 
 # Longer rows are measured in pieces: in float32 the library's norm of a million equal numbers was
@@ -176,5 +183,5 @@ def _many_images_norm(pair: _Pair, ids: Tensor) -> Tensor:
     # What is summed later is rounded in another order; the difference is at most proportional to
     # this, by Cauchy and Schwarz: a pixel stands in at most as many patches as there are taps.
     taps = math.prod(pair.shape.kernel)
-    reach = taps * squared_lengths(g.reshape(-1)) * squared_lengths(x.reshape(-1))
+    reach = taps * g.double().square().sum() * x.double().square().sum()
     return squared + 8 * torch.finfo(g.dtype).eps * reach

@@ -18,8 +18,11 @@ from torch import Tensor
 # their numbers costs about as much as this many multiply-adds of a matrix product.
 _TOUCHES = 8
 
-# Gram matrices with diagonals within 2^±50 have lost nothing, and their products will not either.
+# Where the largest entry of a Gram matrix is within 2^±50, what underflows beside it is nothing.
 _SAFE_EXPONENT = 50
+
+# No network that trains has inputs of a layer near this: see `unmeasurable`.
+_LARGEST_INPUT = 2.0**60
 
 # Output maps of at most this many pixels are tiny: see `forward`.
 _TINY_MAP = 8
@@ -138,42 +141,42 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     images = g.shape[1]
     if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
         return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
+    rounding = torch.finfo(g.dtype).eps
     outer, inner = _out_gram(g), _patch_gram(x, shape)
-    if _well_scaled(outer) and _well_scaled(inner):
-        return _norms_from_grams(outer, inner)
-    g, g_exponent = _near_one(g)
-    x, x_exponent = _near_one(x)
-    scale = torch.exp2(2 * (g_exponent + x_exponent))
-    return scale * _norms_from_grams(_out_gram(g), _patch_gram(x, shape))
+    norms = _norms_from_grams(outer, inner, rounding)
+    # Each unit by itself: how another one is measured must not depend on it.
+    badly = ~(_well_scaled(outer) & _well_scaled(inner))
+    if badly.any():
+        # A square of a small number underflows, at one pixel or at all of them, and hides a norm
+        # that a huge factor makes large. In float64 no square of a float32 does, nor a product of
+        # two such squares.
+        wide, seen = g[badly].double(), x[badly].double()
+        norms[badly] = _norms_from_grams(_out_gram(wide), _patch_gram(seen, shape), rounding)
+    return norms
 
 
-def _norms_from_grams(outer: Tensor, inner: Tensor) -> Tensor:
+def unmeasurable(x: Tensor) -> Tensor:
+    """Per image (B, …), whether its inputs are too large for its clipped gradient to be formed.
+
+    An output gradient that is scaled down to the clipping norm is rounded to a multiple of 2^-149
+    at worst, and that error is multiplied by the input: below 2^60 it is nothing, at 2^127 it is
+    more than the smallest clipping norms.
+    """
+    largest: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1)
+    return ~(largest < _LARGEST_INPUT)  # nor where it is no number
+
+
+def _norms_from_grams(outer: Tensor, inner: Tensor, rounding: float) -> Tensor:
     products = torch.einsum("upq,upq->u", outer, inner).double()
     lengths = outer.diagonal(dim1=1, dim2=2) * inner.diagonal(dim1=1, dim2=2)
     reach = lengths.clamp_min(0).sqrt().sum(1).double().square()
-    return products.clamp_min(0) + 8 * torch.finfo(outer.dtype).eps * reach
+    return products.clamp_min(0) + 8 * rounding * reach
 
 
-def _well_scaled(gram: Tensor) -> bool:
-    """Whether no product in a Gram matrix came near the ends of what a number can hold."""
+def _well_scaled(gram: Tensor) -> Tensor:
+    """Per unit, whether its largest product is far from the ends of what a number can hold."""
     peaks = gram.diagonal(dim1=1, dim2=2).amax(1)
-    low, high = torch.aminmax(peaks)
-    return bool(low > 2.0**-_SAFE_EXPONENT) and bool(high < 2.0**_SAFE_EXPONENT)
-
-
-def _near_one(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each unit's values times a power of two that brings the largest near 1, and its exponent.
-
-    Products of two very small numbers would underflow in a Gram matrix, and the norm be lost, while
-    the gradient itself, a product of a small and a huge number, is not small at all.
-    """
-    peak = torch.linalg.vector_norm(values.flatten(1), ord=math.inf, dim=1).double()
-    exponent = torch.floor(torch.log2(torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)))
-    # In two steps: 2^127 times 2^-149 is within reach, 2^149 is not.
-    half = torch.floor(exponent / 2)
-    shape = (-1, *[1] * (values.dim() - 1))
-    first, second = (torch.exp2(-e).to(values.dtype).view(shape) for e in (half, exponent - half))
-    return values * first * second, exponent
+    return (peaks > 2.0**-_SAFE_EXPONENT) & (peaks < 2.0**_SAFE_EXPONENT)
 
 
 def _out_gram(g: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ _TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
 # Norms in float32 carry rounding errors; clipping this much lower keeps the promise all the same.
 _FLOAT32_MARGIN = 1e-3
 
+# Far from the smallest number with all its bits, 2^-126, also after a geometry's weights.
+_SMALLEST_FACTOR = 2.0**-100
+
 
 @dataclass(frozen=True)
 class ClippedSum:
@@ -169,7 +172,7 @@ class ClippingEngine:
             gradients, dropped = self._without(batch, dropped, bound)
         else:
             limit = bound.norm / (1 + _margin(seen.logits.dtype))
-            gradients = seen.book.weighted_sum((limit / norms).clamp_max(1))
+            gradients = seen.book.weighted_sum(_factors(limit, norms))
         return ClippedSum(
             self._every_parameter(gradients), seen.logits, seen.features, norms, dropped, bound
         )
@@ -241,7 +244,8 @@ class ClippingEngine:
         if dropped:
             total = {}
         elif norm > 0:
-            factor = min(1.0, bound.norm / (1 + _margin(logits[0].dtype)) / norm)
+            limit = bound.norm / (1 + _margin(logits[0].dtype))
+            factor = float(_factors(limit, torch.tensor(norm, dtype=torch.float64)))
             total = {name: gradient * factor for name, gradient in total.items()}
         shown = [part for part in features if part is not None]
         device = unit.images.device
@@ -282,6 +286,16 @@ class ClippingEngine:
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
         }
+
+
+def _factors(limit: float, norms: Tensor) -> Tensor:
+    """What each unit's gradient is multiplied by, in float64.
+
+    In float32 a very small factor has few bits left, and rounding it up could double a unit: one
+    that would be scaled down so far contributes nothing.
+    """
+    factors = (limit / norms).clamp_max(1)
+    return torch.where(factors < _SMALLEST_FACTOR, 0.0, factors)
 
 
 def _margin(dtype: torch.dtype) -> float:
