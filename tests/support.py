@@ -277,6 +277,7 @@ def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         "sigma_min": 0.0,
         "methods": ("xcal", "fl-dp", "xcal-paper"),
         "networks": (made.network,),
+        "unit": made.unit,
         **policy,
     }
     return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path

@@ -23,7 +23,8 @@ from xcal.federation.messages import (
     encode_request,
 )
 from xcal.federation.refusals import CODES
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
+from xcal.privacy import ledger
+from xcal.privacy.ledger_rows import Terms, charges_of, read_rows, runs_of, verify
 
 
 def reply_of(home: Path, request: Request) -> Reply:
@@ -253,3 +254,20 @@ def test_a_bad_policy_is_one_sentence_and_refuses(
         ClientHome.open(home)
     assert "\n" not in str(caught.value)
     assert ask(home, a_request()) == Refusal("0", "home")
+
+
+def test_a_client_that_diverges_does_not_stop_a_server_whose_noise_hides_it(tmp_path: Path) -> None:
+    """Whether a run of `dp-fedavg` goes on must not tell what one client's images are."""
+    home = tiny_home(tmp_path, methods=("dp-fedavg", "fl"))
+    for limited in home.glob("ledger.sqlite*"):
+        limited.unlink()
+    terms = Terms("simulated client 0", "record", None, None, simulated=True)
+    ledger.create(home / "ledger.sqlite", terms)
+    asked = changed(method="dp-fedavg", lr=1e30)
+    got = ask(home, asked)
+    assert isinstance(got, Reply), ClientHome.open(home).refusals()
+    assert got.answer.weights is not None
+    for name, value in asked.weights.items():
+        assert torch.equal(got.answer.weights[name], value)
+    plain = ask(home, replace(changed(method="fl", lr=1e30), run="another"))
+    assert plain == Refusal("0", "diverged")

@@ -400,3 +400,19 @@ def test_batch_score_moves_by_one(data):
     assert 0 <= whole <= 1
     assert 0 <= fewer <= 1
     assert abs(whole - fewer) <= 1
+
+
+def test_one_image_of_a_group_can_move_a_sum_by_more_than_the_group_was_charged_for():
+    """Why a ledger of single images takes no charges of a run of groups."""
+    head = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()
+    network = nn.Sequential(nn.Flatten(), head)
+    engine = ClippingEngine(network)
+    images = torch.zeros(2, 2, 1, 1)
+    images[0, 0], images[1, 0] = 100.0, 300.0
+    labels = torch.tensor([0, 1])
+    both = engine.clipped_sum(images, labels, clip=1.0, units=torch.zeros(2).long(), n_units=1)
+    one = engine.clipped_sum(images[:1], labels[:1], clip=1.0)
+    moved = torch.linalg.vector_norm(both.gradients["1.weight"] - one.gradients["1.weight"])
+    assert float(moved) == pytest.approx(2.0, abs=0.01)

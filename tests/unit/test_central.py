@@ -17,7 +17,9 @@ import xcal
 from support import TINY
 from xcal.config import make_experiment
 from xcal.errors import UserError
-from xcal.federation.setup import prepare
+from xcal.federation.local import server_noise
+from xcal.federation.outcome import noise_of
+from xcal.federation.setup import prepare, prepare_remote
 from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
 from xcal.privacy import ledger as ledgers
 from xcal.privacy.account import Account
@@ -165,6 +167,13 @@ def test_a_home_with_a_limit_refuses_it(tmp_path: Path) -> None:
         homes.append(str(home))
     with pytest.raises(UserError, match="has no guarantee"):
         prepare(make_experiment({**QUICK, "method": "dp-fedavg", "homes": tuple(homes)}))
+
+
+def test_noise_for_clients_elsewhere_is_not_made_of_the_seed_they_are_sent() -> None:
+    here = prepare(make_experiment({**QUICK, "method": "dp-fedavg"}))
+    assert (server_noise(here).name, noise_of(here, {})) == ("seeded", "seeded")
+    there = prepare_remote(make_experiment({**QUICK, "method": "dp-fedavg"}), ("a", "b", "c"))
+    assert (server_noise(there).name, noise_of(there, {})) == ("secure", "secure")
 
 
 # --- adaptive-clip at client level ----------------------------------------------------------------

@@ -142,11 +142,9 @@ def test_a_creation_that_was_cut_off_can_be_repeated(tmp_path):
     assert verify(path).ok
 
 
-def test_units_by_strength():
-    assert covers("record", "group")
-    assert covers("record", "client")
-    assert not covers("group", "record")
-    assert not covers("client", "group")
+def test_a_ledger_takes_charges_for_its_own_unit_only():
+    units = ("record", "group", "client")
+    assert {(a, b) for a in units for b in units if covers(a, b)} == {(a, a) for a in units}
 
 
 def test_which_ledgers_a_path_means(tmp_path):

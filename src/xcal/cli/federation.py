@@ -133,7 +133,7 @@ def accept_command(
     delta: float | None = typer.Option(None, help="With --data: highest δ of all runs, for life."),
     epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
     delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
-    unit: str = typer.Option("record", help="With --data: what a run must protect at least."),
+    unit: str = typer.Option("record", help="With --data: what a run must protect."),
 ) -> None:
     """Site: build the kit from the answer, with hardened policies, and check it.
 

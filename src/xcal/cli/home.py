@@ -46,7 +46,7 @@ def init_command(
     shard: int = typer.Option(0, help="With --experiment: which part, from 0."),
     epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
     delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
-    unit: str = typer.Option("record", help="What a run must protect at least: record or group."),
+    unit: str = typer.Option("record", help="What a run must protect: record or group."),
     weights: Path | None = typer.Option(None, help="Published weights the network starts from."),
     seed: int | None = typer.Option(
         None, help="Only for a simulation: noise and draws come from this seed."

@@ -40,7 +40,7 @@ from xcal.federation.rounds import (
 )
 from xcal.federation.setup import check_network
 from xcal.federation.site import keep_freed_memory, torch_threads
-from xcal.methods.base import clips_units
+from xcal.methods.base import CentralMethod, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
 from xcal.privacy.account import NoiseTooLow
@@ -146,12 +146,15 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
         )
         with _naming("ledger"):
             reply = client_round(asked, request.weights, site, on_step)
-    if reply.weights is not None:
-        if not all(bool(torch.isfinite(w).all()) for w in reply.weights.values()):
+    weights = reply.weights
+    if weights is not None and not all(bool(torch.isfinite(w).all()) for w in weights.values()):
+        # Where a server's noise hides whole clients, a run that one of them could stop would not.
+        if not isinstance(method, CentralMethod):
             raise Refused("diverged", "Training left the range of finite numbers: lower lr.")
+        weights = dict(request.weights)  # an update of 0, as a server makes of one without numbers
     report = ClientReport(**filtered(home.policy, asdict(reply.report)))
     trace = reply.trace if "trace" in home.policy.report else ()
-    return RoundReply(report, reply.weights, trace)
+    return RoundReply(report, weights, trace)
 
 
 def _network(experiment: Experiment, classes: int) -> nn.Module:

@@ -107,7 +107,7 @@ def _run(
         federation.method,
         federation.participants,
         federation.server_plan,
-        ServerSite(folder.about["run"], folder.path / "server", _noise(experiment)),
+        ServerSite(folder.about["run"], folder.path / "server", server_noise(federation)),
     )
     coordinator = Coordinator(folder, federation, rule, progress)
     state = coordinator.state
@@ -120,6 +120,15 @@ def _run(
     model = coordinator.run(transport)
     seconds = time.monotonic() - started
     return _finish(folder, federation, model, state.reports, rule.report(state.server), seconds)
+
+
+def server_noise(federation: Federation) -> NoiseSource:
+    """A trusted server's own noise.
+
+    To clients elsewhere it sends the experiment's seed: noise that could be made of it would hide
+    nothing from them.
+    """
+    return SecureNoiseAhead() if federation.parts is None else _noise(federation.experiment)
 
 
 def _noise(experiment: Experiment) -> NoiseSource:

@@ -100,9 +100,14 @@ def write_preamble(
 
 
 def noise_of(federation: Federation, reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the clients' noise comes from: their own choice where they decide for themselves."""
+    """What the noise that protects comes from.
+
+    Clients elsewhere decide for themselves, and a trusted server's noise for them is never seeded.
+    """
     if federation.parts is not None:
         return federation.experiment.noise_source
+    if federation.server_plan is not None:
+        return "secure"
     told = {report.get("noise") for report in reports.values()}
     return "seeded" if "seeded" in told else "secure"
 

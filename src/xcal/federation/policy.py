@@ -44,7 +44,7 @@ class Policy(BaseModel):
         ("small", "resnet18", "efficientnet_b0"), description="networks allowed"
     )
     unit: Literal["record", "group"] = Field(
-        "record", description="what a run must protect at least: one image, or a person's all"
+        "record", description="what a run must protect: one image, or all of a person's"
     )
     max_message: Annotated[int, Field(ge=1024)] = Field(
         256 << 20, description="largest message in bytes"

@@ -335,8 +335,8 @@ class Ledger:
         if run.epsilon is not None and not covers(self.terms.unit, run.unit):
             raise refuse(
                 self.path,
-                f"protects a {self.terms.unit}, and the run only a {run.unit}: set unit = "
-                f"{self.terms.unit!r}.",
+                f"protects a {self.terms.unit}, and the run a {run.unit}: set unit ="
+                f" {self.terms.unit!r}.",
             )
         if limited and self.terms.rule == "sum":
             if not sums_within(self.terms, [*self._runs.values(), run]):

@@ -57,7 +57,7 @@ CENTRAL_RELATION = (
 )
 CENTRAL_NOT_PROTECTED = (
     "anything against the server, which is trusted and sees every update as it is",
-    "who takes part and when",
+    "who takes part and when, how long each takes, and how many units each declares",
     "validation and test images, which are treated as public",
     "the choice of hyper-parameters: the defaults were tuned on the evaluation sets",
 )
