@@ -162,8 +162,8 @@ def unmeasurable(x: Tensor) -> Tensor:
     at worst, and that error is multiplied by the input: below 2^60 it is nothing, at 2^127 it is
     more than the smallest clipping norms.
     """
-    largest: Tensor = torch.linalg.vector_norm(x.flatten(1), ord=math.inf, dim=1)
-    return ~(largest < _LARGEST_INPUT)  # nor where it is no number
+    # Of the ways to find the largest, by far the fastest; what is no number stays one.
+    return ~(x.flatten(1).abs().amax(1) < _LARGEST_INPUT)
 
 
 def _norms_from_grams(outer: Tensor, inner: Tensor, rounding: float) -> Tensor:
