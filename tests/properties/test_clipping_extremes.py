@@ -103,6 +103,41 @@ def test_a_norm_beyond_float32_is_not_rounded_up_to_one_that_counts(
         assert length(one.gradients) <= clip
 
 
+class TwoPixels(nn.Module):
+    """A pointwise layer whose output gradients at its two pixels are opposite."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 1, bias=False)
+        self.head = nn.Linear(2 * channels, 2, bias=False)
+        self.head.weight.requires_grad_(False)
+        signs = torch.tensor([1.0, -1.0]).repeat(channels)
+        with torch.no_grad():
+            self.conv.weight.zero_()
+            self.head.weight.copy_(torch.stack([signs, -signs]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.conv(images).flatten(1))
+
+
+# Found by a search over two numbers: the roundings of float32 inner products of so many equal
+# numbers all go the same way, and hid three quarters of the norm behind two terms that cancel.
+COHERENT = {
+    128: (3.947321891784668, 3.9571900367736816),
+    256: (1.9075360298156738, 1.9145803451538086),
+    512: (1.8997864723205566, 1.9089128971099854),
+    1280: (3.5492467880249023, 3.5775938034057617),
+}
+
+
+@pytest.mark.parametrize("channels", COHERENT)
+@pytest.mark.parametrize("clip", [1.0, 1e-2, 1e-6])
+def test_roundings_that_agree_do_not_hide_a_norm(channels: int, clip: float) -> None:
+    image = torch.tensor(COHERENT[channels]).expand(1, channels, 1, 2).contiguous()
+    found = ClippingEngine(TwoPixels(channels)).clipped_sum(image, torch.tensor([0]), clip=clip)
+    assert length(found.gradients) <= clip
+
+
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -21,6 +21,9 @@ _TOUCHES = 8
 # Where the largest entry of a Gram matrix is within 2^±50, what underflows beside it is nothing.
 _SAFE_EXPONENT = 50
 
+# The part of the margin of clipping that one source of rounding may use: this, of a squared norm.
+_DOUBT = 5e-4
+
 # No network that trains has inputs of a layer near this: see `unmeasurable`.
 _LARGEST_INPUT = 2.0**60
 
@@ -133,26 +136,38 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
 
     `g` is (U, m, O, Ho, Wo) and `x` is (U, m, I, H, W): U units of m images each. The weight
     gradient of a unit is the sum over output pixels p of g_p times the patch a_p, so its squared
-    norm is the sum over pairs of pixels of (g_p . g_q)(a_p . a_q). When activations share a large
-    mean those terms cancel and rounding may hide part of the norm; the rounding error is at most
-    proportional to (sum_p |g_p| |a_p|)^2, which the diagonals give for nothing, and is added. So
-    a norm is never understated.
+    norm is the sum over pairs of pixels of (g_p . g_q)(a_p . a_q). Where activations share a large
+    mean those terms cancel, and rounding may hide the norm: with R = sum_p |g_p| |a_p|, inner
+    products of n numbers are wrong by up to n eps/2 of R^2, and weights can be chosen so that all
+    roundings go the same way. So the products are formed in float64 wherever float32 leaves a doubt
+    that counts.
     """
     images = g.shape[1]
     if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
         return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
-    rounding = torch.finfo(g.dtype).eps
+    unit = torch.finfo(g.dtype).eps / 2
     outer, inner = _out_gram(g), _patch_gram(x, shape)
-    norms = _norms_from_grams(outer, inner, rounding)
+    squared, reach = _norms_from_grams(outer, inner)
+    summands = g.shape[2] + x.shape[2] + math.prod(shape.kernel) + 8
     # Each unit by itself: how another one is measured must not depend on it.
-    badly = ~(_well_scaled(outer) & _well_scaled(inner))
+    badly = summands * unit * reach > _DOUBT * squared
+    # A square of a small number underflows, at one pixel or at all of them, and hides a norm that
+    # a huge factor makes large. In float64 no square of a float32 does, nor a product of two.
+    badly |= ~(_well_scaled(outer) & _well_scaled(inner))
     if badly.any():
-        # A square of a small number underflows, at one pixel or at all of them, and hides a norm
-        # that a huge factor makes large. In float64 no square of a float32 does, nor a product of
-        # two such squares.
-        wide, seen = g[badly].double(), x[badly].double()
-        norms[badly] = _norms_from_grams(_out_gram(wide), _patch_gram(seen, shape), rounding)
-    return norms
+        exact = _out_gram(g[badly].double()), _patch_gram(x[badly].double(), shape)
+        squared[badly], reach[badly] = _norms_from_grams(*exact)
+    return torch.maximum(squared, _hidden(outer.shape[1], unit) * reach)
+
+
+def _hidden(pixels: int, unit: float) -> float:
+    """The share of R^2 below which no squared norm is believed.
+
+    The clipped sum is formed in float32, where terms that cancel leave up to `pixels` roundings of
+    their size: under a smaller norm than this a unit would be scaled up to where those count. No
+    more than a 64th of what terms of random signs have, for units of very many pixels.
+    """
+    return min((pixels * unit / _DOUBT) ** 2, 1 / (64 * pixels))
 
 
 def unmeasurable(x: Tensor) -> Tensor:
@@ -166,11 +181,12 @@ def unmeasurable(x: Tensor) -> Tensor:
     return ~(x.flatten(1).abs().amax(1) < _LARGEST_INPUT)
 
 
-def _norms_from_grams(outer: Tensor, inner: Tensor, rounding: float) -> Tensor:
-    products = torch.einsum("upq,upq->u", outer, inner).double()
-    lengths = outer.diagonal(dim1=1, dim2=2) * inner.diagonal(dim1=1, dim2=2)
-    reach = lengths.clamp_min(0).sqrt().sum(1).double().square()
-    return products.clamp_min(0) + 8 * rounding * reach
+def _norms_from_grams(outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norms and R^2 of units, in float64."""
+    squared = torch.einsum("upq,upq->u", outer.double(), inner.double())
+    lengths = outer.diagonal(dim1=1, dim2=2).double() * inner.diagonal(dim1=1, dim2=2).double()
+    reach = lengths.clamp_min(0).sqrt().sum(1).square()
+    return squared.clamp_min(0), reach
 
 
 def _well_scaled(gram: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,9 +53,10 @@ def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
         return parts[0]
     if any(part.bound != parts[0].bound for part in parts):
         raise ValueError("the parts of one batch were clipped to different bounds")
-    total = dict(parts[0].gradients)
-    for part in parts[1:]:
-        total = {name: value + part.gradients[name] for name, value in total.items()}
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        _add(total, part.gradients)
+    total = {name: value.to(parts[0].gradients[name].dtype) for name, value in total.items()}
     shown = [part.features for part in parts if part.features is not None]
     return ClippedSum(
         total,
@@ -65,6 +66,12 @@ def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
         torch.cat([part.dropped for part in parts]),
         parts[0].bound,
     )
+
+
+def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Sums of many parts are kept in float64: their roundings may all go the same way."""
+    for name, gradient in gradients.items():
+        total[name] = total[name].add_(gradient) if name in total else gradient.double()
 
 
 @dataclass(frozen=True)
@@ -208,8 +215,7 @@ class ClippingEngine:
                 one = self._clip_large_unit(part, bound, capture)
             else:
                 one = self._clip_together(part, bound, capture)
-            for name, gradient in one.gradients.items():
-                total[name] = total[name].add_(gradient) if name in total else gradient
+            _add(total, one.gradients)
             norms[unit_ids], dropped[unit_ids] = one.norms, one.dropped
             order.append(image_ids)
             logits.append(one.logits)
@@ -217,7 +223,7 @@ class ClippingEngine:
         back = torch.argsort(torch.cat(order))
         shown = [part for part in features if part is not None]
         return ClippedSum(
-            total,
+            {name: value.to(batch.images.dtype) for name, value in total.items()},
             torch.cat(logits)[back],
             torch.cat(shown)[back] if shown else None,
             norms,
