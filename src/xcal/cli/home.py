@@ -113,8 +113,8 @@ def make_home(
         Policy,
         epsilon_total=epsilon,
         delta_total=delta,
-        epsilon_run=epsilon_run or epsilon,
-        delta_run=delta_run or delta,
+        epsilon_run=epsilon if epsilon_run is None else epsilon_run,
+        delta_run=delta if delta_run is None else delta_run,
         unit=unit,
     )
     made = create_home(home, about, policy, unit=unit)

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -130,9 +131,8 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
         admit_plan(home.policy, request.run, plan, runs.values())
         with _naming("network-not-allowed"):
             model = _network(experiment, own.classes)
-            if clips_units(method) and request.run not in runs:
-                other = _network(experiment, own.classes)  # a look must not change the real one
-                check_network(experiment, other, own.images.pixels.shape[1])
+            if clips_units(method):
+                _check_once(experiment, own.classes, own.images.pixels.shape[1])
         if frozen_digest(model) != request.frozen:
             raise Refused("frozen-mismatch", "The parts that do not train differ: check weights.")
         check_weights(model, request.weights)
@@ -155,6 +155,13 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
     report = ClientReport(**filtered(home.policy, asdict(reply.report)))
     trace = reply.trace if "trace" in home.policy.report else ()
     return RoundReply(report, weights, trace)
+
+
+@lru_cache(maxsize=16)
+def _check_once(experiment: Experiment, classes: int, pixels: int) -> None:
+    """Refuse a network that cannot be clipped: in every run and round, but looked at once."""
+    other = _network(experiment, classes)  # a look must not change the one that trains
+    check_network(experiment, other, pixels)
 
 
 def _network(experiment: Experiment, classes: int) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from xcal.durable import sync_folder
 from xcal.errors import UserError
 
 if TYPE_CHECKING:  # commands that only read and write text need not wait for torch
@@ -28,6 +29,8 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(scratch, path)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             scratch.unlink()  # half a file is of use to nobody, and takes room

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ from xcal.data.partition import Partition
 from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
-from xcal.federation.policy import Policy, read_policy, read_table
+from xcal.federation.policy import Policy, admit_plan, read_policy, read_table
 from xcal.federation.setup import DATA_SEED, load_parts
 from xcal.federation.site import Site
 from xcal.privacy import ledger
@@ -62,6 +62,9 @@ class HomeTable(BaseModel):
     chunk: Annotated[int, Field(ge=1)] = Field(256, description="images processed at once")
     keep_mb: Annotated[int, Field(ge=0)] = Field(
         512, description="memory for what a frozen beginning makes of its images"
+    )
+    group_cap: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="most images of one group that a record-level run uses"
     )
     message_log: bool = Field(
         False, description="write names and sizes of all fields sent to messages.jsonl"
@@ -145,6 +148,8 @@ class ClientHome:
             "data": about.data or "smear",
             "noise": "seeded" if about.simulated else "secure",
             "paired": self._paired,
+            # How many units a cap leaves tells how many images people have: no server varies it.
+            "group_cap": self.trial().group_cap if about.data is None else about.group_cap,
             "seed": initial_seed,  # of the network's first weights; noise has its own source
             "weights": None if about.weights is None else str(self._beside(about.weights)),
             "device": about.device,
@@ -167,10 +172,10 @@ class ClientHome:
     def images(self, experiment: Experiment) -> OwnImages:
         """This client's training images at what the request asks for."""
         if self.about.data is not None:
-            capped = experiment.group_cap if experiment.unit == "record" else None
+            capped = self.about.group_cap if experiment.unit == "record" else None
             return _own_images(self.about.data, experiment.pixels, capped)
         whole = self.trial()
-        for key in ("pixels", "unit", "group_cap"):
+        for key in ("pixels", "unit"):
             if getattr(whole, key) != getattr(experiment, key):
                 raise UserError(f"The request's {key} is not that of this home's trial: refused.")
         data, parts = _parts(whole)
@@ -206,6 +211,7 @@ class ClientHome:
             build_model=build_model,
             expected_head=head,
             sigma_floor=self.policy.sigma_min,
+            admit=partial(admit_plan, self.policy),
         )
 
     def log_message(self, direction: str, kind: str, fields: dict[str, int]) -> None:
@@ -223,9 +229,14 @@ class ClientHome:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+_LONGEST_DETAIL = 2000
+
+
 def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
     """Write a refusal down where the owner finds it. Never fails: a full disk changes no answer."""
-    append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": detail, **about})
+    # Part of it may be the server's words: no more of them than a person would read.
+    told = detail if len(detail) <= _LONGEST_DETAIL else detail[:_LONGEST_DETAIL] + " …"
+    append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about})
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
@@ -34,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # The experiment's keys that a request carries: what the client's own training depends on.
 WIRE_KEYS = frozenset(
     "method pixels network norm output_stride head_reads train train_norm rounds local_epochs"
-    " epsilon delta unit images_per_unit group_cap batch lr clip optimizer momentum q alpha beta"
+    " epsilon delta unit images_per_unit batch lr clip optimizer momentum q alpha beta"
     " gamma fill tau"
     " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
     " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"
@@ -45,7 +46,7 @@ WIRE_KEYS = frozenset(
 LOCAL_KEYS = frozenset(
     "preset data train_images weights clients participants quorum round_timeout average"
     " aggregation trim partition concentration units_per_client keep_groups homes noise paired seed"
-    " threads chunk device keep_mb"
+    " threads chunk device keep_mb group_cap"
     " validation_images road_images road_every road_test_images".split()
 )
 
@@ -255,10 +256,10 @@ def decode_request(data: bytes, limit: int) -> Request:
         raise Refused(
             "key-not-allowed",
             "The request sets keys that no server may set here:"
-            f" {', '.join(sorted(set(experiment) - WIRE_KEYS))[:200]}.",
+            f" {', '.join(map(repr, sorted(set(experiment) - WIRE_KEYS)))[:200]}.",
         )
     losses = found.take("validation_losses", list)
-    if any(type(x) not in (int, float) for x in losses):
+    if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in losses):
         raise _malformed("its validation losses are no numbers")
     request = Request(
         client=found.name("client"),

@@ -15,7 +15,7 @@ CODES: dict[str, str] = {
     "experiment-invalid": "the request's keys are not an experiment this version accepts",
     "method-not-allowed": "the client's policy does not allow this method",
     "network-not-allowed": "the client's policy does not allow this network",
-    "unit-not-allowed": "the request protects less than the unit the client's policy asks for",
+    "unit-not-allowed": "the request protects another unit than the client's policy asks for",
     "epsilon-run": "the run asks for more ε than the client's policy allows one run",
     "delta-run": "the run asks for more δ than the client's policy allows one run",
     "epsilon-total": "all runs together would exceed the client's highest ε",

@@ -146,6 +146,9 @@ def client_round(
     """
     digest = request_digest(request, site.client, weights)
     with Ledger(site.ledger_path, expected=site.expected_head) as ledger:
+        remembered = site.remembered_head()
+        if remembered is not None:
+            ledger.check_holds(remembered, "this home")
         finished = _last_reply(site, request)
         if finished is not None:
             tensors, about = finished
@@ -209,6 +212,8 @@ def _train(
         )
     model = site.build_model()
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
+    if site.admit is not None:  # once more, now that no other run can reserve in between
+        site.admit(request.run, plan, ledger.runs.values())
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     seeded = site.noise.name == "seeded"
     account = (
@@ -280,6 +285,7 @@ def _train(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
     reply = RoundReply(report, tail.weights() if trace else None, tuple(trace))
+    site.remember(ledger.head)  # before the answer can leave: what it cost is not forgotten
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply

@@ -217,6 +217,11 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             "The clients of this federation hold their own data and homes: leave out homes, and"
             " choose another method than centralized."
         )
+    if experiment.group_cap is not None:
+        raise UserError(
+            "group_cap is each client's own choice where it holds its own data: leave it out, and"
+            " have it set in home.toml."
+        )
     if len(set(names)) != len(names) or len(names) != experiment.clients:
         raise UserError(
             f"clients = {experiment.clients}, and {len(set(names))} different ones are known"

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from xcal.config import Experiment
-from xcal.federation.files import write_bytes
-from xcal.privacy.ledger_rows import Head
+from xcal.errors import UserError
+from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger_rows import Head, RunTerms
 from xcal.privacy.noise import NoiseSource
 from xcal.training.clipping import ClippingEngine
 from xcal.training.local import LocalData, ReplayKey
@@ -37,6 +39,8 @@ class Site:
     make_engine: Callable[..., ClippingEngine] = ClippingEngine
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
+    # What the owner's policy says of a plan beside the runs that the ledger holds; may refuse.
+    admit: Callable[[str, Plan | None, Iterable[RunTerms]], None] | None = None
     _digest: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +55,24 @@ class Site:
         folder = self.home / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def remembered_head(self) -> Head | None:
+        """The ledger's head when this home last answered, whatever the run: kept beside it.
+
+        An older ledger that is put back, with its own head file, would forget what was released.
+        """
+        path = self.home / "runs" / "ledger.seen"
+        if not path.exists():
+            return None
+        try:
+            found = read_json(path)
+            return Head(int(found["count"]), str(found["hash"]))
+        except (UserError, KeyError, TypeError, ValueError):
+            raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+
+    def remember(self, head: Head) -> None:
+        (self.home / "runs").mkdir(exist_ok=True)
+        write_json(self.home / "runs" / "ledger.seen", {"count": head.count, "hash": head.hash})
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         """Only seeded noise can be replayed, so only then inputs are compared."""

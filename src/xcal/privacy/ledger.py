@@ -15,12 +15,14 @@ import math
 import os
 import sqlite3
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from xcal.durable import sync_folder
 from xcal.errors import UserError
 from xcal.privacy.accounting import budget_at, step_cost
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter, add_up
@@ -103,19 +105,11 @@ def create(path: Path, terms: Terms) -> None:
             )
         _write_head(path, Head(1, digest))
         os.replace(scratch, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         raise refuse(
             path, "cannot be created: is the folder writable and the disk not full?"
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_head(path: Path, head: Head) -> None:
@@ -275,6 +269,21 @@ class Ledger:
     @property
     def head(self) -> Head:
         return Head(len(self._rows), self._rows[-1].hash)
+
+    @property
+    def runs(self) -> Mapping[str, RunTerms]:
+        """The terms of every run that reserved something, by name."""
+        return self._runs
+
+    def check_holds(self, head: Head, who: str) -> None:
+        """Refuse where the rows do not contain a head that somebody remembers."""
+        found = check_head(self._rows, head)
+        if not found.ok:
+            raise refuse(
+                self.path,
+                f"is older than what {who} remembers of it ({head.count} rows): put the newest one"
+                " back.",
+            )
 
     def charges(self, run: str) -> list[Charge]:
         """The charges of one run, in the order they were made."""
