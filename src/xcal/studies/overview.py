@@ -25,8 +25,15 @@ _SHOWN = ("better", "worse")
 
 def _with_verdict(d: Difference | None) -> str:
     """The difference, and what can be said of it where that is anything."""
+    if d is not None and _same(d):
+        return "the same answers"
     said = f", {d.verdict}" if d is not None and d.verdict in _SHOWN else ""
     return difference(d) + said
+
+
+def _same(d: Difference) -> bool:
+    """Whether no answer differs in any draw: models that learnt nothing compare nothing."""
+    return d.wins == d.losses == 0 and d.low == d.high == 0
 
 
 def printed_gains(comparisons: Sequence[Comparison]) -> str:
@@ -34,14 +41,14 @@ def printed_gains(comparisons: Sequence[Comparison]) -> str:
     found = [
         (gain, c.f1)
         for c in comparisons
-        if c.f1.seeds >= 2 and (gain := printed_gain(c.series.place)) is not None
+        if c.f1.seeds >= 2 and not _same(c.f1) and (gain := printed_gain(c.series.place)) is not None
     ]
     if not found:
         return ""
     above = sum(gain > d.high for gain, d in found)
     return (
         f" The gain that the paper prints lies above the interval of `xcal` in {above} of"
-        f" {len(found)} of them."
+        f" {len(found)} of them, those left out in which both give the same answers."
     )
 
 
