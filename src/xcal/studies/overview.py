@@ -38,11 +38,8 @@ def _same(d: Difference) -> bool:
 
 def printed_gains(comparisons: Sequence[Comparison]) -> str:
     """A sentence: in how many places the printed gain is more than the interval allows."""
-    found = [
-        (gain, c.f1)
-        for c in comparisons
-        if c.f1.seeds >= 2 and not _same(c.f1) and (gain := printed_gain(c.series.place)) is not None
-    ]
+    told = [(printed_gain(c.series.place), c.f1) for c in comparisons]
+    found = [(gain, d) for gain, d in told if gain is not None and d.seeds >= 2 and not _same(d)]
     if not found:
         return ""
     above = sum(gain > d.high for gain, d in found)
