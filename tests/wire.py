@@ -19,6 +19,8 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.models.registry import build_network
+from xcal.privacy.ledger import create
+from xcal.privacy.ledger_rows import Terms
 from xcal.training.local import trainable
 
 KEYS = {**TINY, "method": "xcal"}
@@ -50,3 +52,15 @@ def changed(**keys: Any) -> Request:
 def ask(home: Path, request: Request | bytes) -> Reply | Refusal:
     data = request if isinstance(request, bytes) else encode_request(request)
     return decode_answer(answer(home, data), 1 << 24)
+
+
+def real(home: Path) -> Path:
+    """The same home as a hospital has it: no seed, noise and draws from the operating system."""
+    text = (home / "home.toml").read_text()
+    text = text.replace("simulated = true", "simulated = false")
+    lines = [line for line in text.splitlines() if not line.startswith("seed =")]
+    (home / "home.toml").write_text("\n".join(lines) + "\n")
+    for file in home.glob("ledger.*"):
+        file.unlink()
+    create(home / "ledger.sqlite", Terms("simulated client 0", "record", 20.0, 1e-2))
+    return home

@@ -20,6 +20,10 @@ Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=1_000_000)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
+# Images in every pass of a client whose noise is secure: fewer are slower, and more are filled up
+# with more rows that count for nothing.
+SECURE_ROWS = 32
+
 
 class Experiment(BaseModel):
     """One training. Every key has a default; the descriptions are the manual."""
@@ -193,6 +197,11 @@ class Experiment(BaseModel):
         0, description="torch threads; 0 takes all cores"
     )
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
+    pass_rows: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="images in every pass, filled up; 0: as many as are drawn; by default 32 where"
+        " noise is secure, else 0",
+    )
     keep_mb: Annotated[int, Field(ge=0)] = Field(
         512,
         description="memory a client may use to keep what a frozen beginning makes of its images",
@@ -203,6 +212,13 @@ class Experiment(BaseModel):
     def noise_source(self) -> str:
         """What noise comes from: homes are real, so only secure noise is charged to them."""
         return self.noise or ("seeded" if self.homes is None else "secure")
+
+    @property
+    def rows(self) -> int:
+        """Images in every pass, 0 for as many as are drawn: fixed where somebody is protected."""
+        if self.pass_rows is not None:
+            return self.pass_rows
+        return SECURE_ROWS if self.noise_source == "secure" else 0
 
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, ready for JSON."""

@@ -143,6 +143,21 @@ def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:
     assert all(torch.equal(found[0][rate], found[1][rate]) for rate in (0.1, 0.9))
 
 
+def test_in_passes_of_one_size_an_image_s_activations_do_not_depend_on_who_else_is_there() -> None:
+    split = split_frozen(network("last:1"))
+    images = tiny(pixels=32, train=90).train
+    nobody = np.zeros(1, dtype=np.int64)
+
+    def of(first: int, last: int) -> Any:
+        data = LocalData(images.take(np.arange(first, last)), unit="record", images_per_unit=1)
+        assert data.keep_activations(split, 64, rows=16)
+        return data.inputs.activations(np.arange(last - first), nobody)
+
+    whole = of(0, 90)
+    for first, last in ((0, 1), (1, 90), (37, 60)):
+        assert torch.equal(of(first, last), whole[first:last])
+
+
 @pytest.mark.parametrize("views", [1, 3])
 def test_an_empty_draw_is_empty_with_activations_too(views: int) -> None:
     model = network("last:1")

@@ -18,7 +18,7 @@ import torch
 
 from fuzzing import damaged, rounds, within
 from support import ROOT, tiny_home
-from wire import a_request, ask, changed
+from wire import a_request, ask, changed, real
 from xcal.federation.answer import answer
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal, Reply, decode_answer, encode_request
@@ -33,21 +33,6 @@ def home(tmp_path: Path) -> Path:
 def paid(home: Path) -> int:
     rows = read_rows(home / "ledger.sqlite")
     return sum(len(charges_of(rows, run)) for run in runs_of(rows))
-
-
-def real(home: Path) -> Path:
-    """The same home as a hospital has it: no seed, noise and draws from the operating system."""
-    from xcal.privacy.ledger import create
-    from xcal.privacy.ledger_rows import Terms
-
-    text = (home / "home.toml").read_text()
-    text = text.replace("simulated = true", "simulated = false")
-    lines = [line for line in text.splitlines() if not line.startswith("seed =")]
-    (home / "home.toml").write_text("\n".join(lines) + "\n")
-    for file in home.glob("ledger.*"):
-        file.unlink()
-    create(home / "ledger.sqlite", Terms("simulated client 0", "record", 20.0, 1e-2))
-    return home
 
 
 # --- messages that are none -----------------------------------------------------------------------

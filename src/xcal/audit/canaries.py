@@ -126,9 +126,9 @@ class CanaryEngine(ClippingEngine):
     """The real clipping engine, with the drawn gradient canaries added to its sum."""
 
     def __init__(
-        self, model: nn.Module, *, data: CanaryData, directions: Directions, chunk: int = 256
+        self, model: nn.Module, *, data: CanaryData, directions: Directions, **sizes: int
     ) -> None:
-        super().__init__(model, chunk=chunk)
+        super().__init__(model, **sizes)
         self._data, self._directions = data, directions
 
     def clipped_sum(self, *args: Any, clip: float, **options: Any) -> ClippedSum:

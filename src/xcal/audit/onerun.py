@@ -230,8 +230,8 @@ def _with_gradients(
     bounds: list[Bound] = []
 
     class Engine(CanaryEngine):
-        def __init__(self, model: nn.Module, *, chunk: int = 256) -> None:
-            super().__init__(model, data=data, directions=directions, chunk=chunk)
+        def __init__(self, model: nn.Module, **sizes: int) -> None:
+            super().__init__(model, data=data, directions=directions, **sizes)
 
         def clipped_sum(self, *args: Any, clip: float, **options: Any) -> Any:
             bounds.append(Bound(clip, options.get("geometry", PLAIN)))

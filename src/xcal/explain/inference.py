@@ -29,6 +29,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
+def filled_up(values: Tensor, rows: int) -> Tensor:
+    """At least `rows` of them: copies of the first stand behind the others.
+
+    A copy is finite where the first is, so that nothing times it is nothing.
+    """
+    missing = rows - len(values)
+    if missing <= 0:
+        return values
+    return torch.cat([values, values[:1].expand(missing, *values.shape[1:])])
+
+
 def predict_logits(model: nn.Module, images: Tensor, *, batch_size: int = 256) -> Tensor:
     """Logits (N, classes) in evaluation mode and without gradients; the model is left untouched.
 

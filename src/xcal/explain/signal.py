@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xcal.errors import UserError
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
-from xcal.explain.inference import undisturbed
+from xcal.explain.inference import filled_up, undisturbed
 
 # Maps are compared on a grid of this many steps up to their maximum, so that rounding (another
 # batch size, another path to the same map) rarely changes which cells are chosen.
@@ -68,6 +68,20 @@ class Components:
     logit_drop: Tensor
     margin: Tensor
     concentration: Tensor
+
+    def first(self, count: int) -> Components:
+        """Those of the first images."""
+        return Components(self.logit_drop[:count], self.margin[:count], self.concentration[:count])
+
+    @staticmethod
+    def joined(parts: Sequence[Components], device: torch.device) -> Components:
+        """One after the other; of no images where there are no parts."""
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        return Components(
+            torch.cat([nothing, *(part.logit_drop for part in parts)]),
+            torch.cat([nothing, *(part.margin for part in parts)]),
+            torch.cat([nothing, *(part.concentration for part in parts)]),
+        )
 
 
 def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
@@ -165,16 +179,31 @@ def image_components(
     logits: Tensor,
     features: Tensor,
     settings: SignalSettings,
+    *,
+    rows: int = 0,
 ) -> Components:
     """The components of each image, from the logits and features of a forward pass already made.
 
     Costs one inference pass over the covered images, in evaluation mode; a network without a
     closed form pays a forward and a short backward pass for its maps as well. The model is left
     untouched: parameters, modes, gradients, hooks, random state.
+
+    With `rows` every pass takes exactly so many images, filled up: how an image's numbers are
+    rounded does not depend on how many others there are.
     """
-    if images.shape[0] == 0:
-        nothing = torch.zeros(0, dtype=torch.float64, device=images.device)
-        return Components(nothing, nothing, nothing)
+    size = rows or max(len(images), 1)
+    found = []
+    for start in range(0, len(images), size):
+        here = slice(start, start + size)
+        whole = [filled_up(values[here], rows) for values in (images, logits, features)]
+        count = len(images[here])
+        found.append(_of_images(model, whole[0], whole[1], whole[2], settings).first(count))
+    return Components.joined(found, images.device)
+
+
+def _of_images(
+    model: nn.Module, images: Tensor, logits: Tensor, features: Tensor, settings: SignalSettings
+) -> Components:
     head_weight = head_weight_of(model)
     with torch.no_grad():
         predicted = logits.argmax(dim=1)

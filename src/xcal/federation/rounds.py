@@ -26,6 +26,7 @@ from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Head, RunTerms
+from xcal.training.clipping import rows_apart
 from xcal.training.local import (
     Bench,
     Optimiser,
@@ -211,6 +212,7 @@ def _train(
             f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused.",
         )
     model = site.build_model()
+    rows = _rows(model, experiment) if clips_units(method) else 0
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     if site.admit is not None:  # once more, now that no other run can reserve in between
         site.admit(request.run, plan, ledger.runs.values())
@@ -231,7 +233,7 @@ def _train(
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
     tail = StepAverage(model, steps, experiment.average_steps)
     split = _worth_keeping(site, model, method, experiment.keep_mb)
-    kept = site.data.keep_activations(split, experiment.keep_mb)
+    kept = site.data.keep_activations(split, experiment.keep_mb, rows)
     state = method.load_state(previous["state"] if previous else None)
     state = method.begin_round(state)
     trace: list[StepRecord] = []
@@ -242,13 +244,16 @@ def _train(
     if account is not None:
         account.rewind(request.round, first)
 
+    engine = None
+    if clips_units(method):
+        engine = site.make_engine(model, chunk=experiment.chunk, rows=rows)
     bench = Bench(
         client=site.client,
         method=method.name,
         round=request.round,
         first_step=request.own_rounds.index(request.round) * steps,
         model=model,
-        engine=site.make_engine(model, chunk=experiment.chunk) if clips_units(method) else None,
+        engine=engine,
         data=site.data,
         noise=site.noise,
         account=account,
@@ -260,6 +265,7 @@ def _train(
         own_rounds=len(request.own_rounds),
         split=split if kept else None,
         chunk=experiment.chunk,
+        rows=rows,
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -289,6 +295,12 @@ def _train(
     _save_reply(site, request, digest, state, reply)
     (site.folder(request.run) / "progress.safetensors").unlink(missing_ok=True)
     return reply
+
+
+def _rows(model: nn.Module, experiment: Experiment) -> int:
+    """Images in every pass, so that nobody's numbers depend on who else was drawn; 0: any."""
+    size = min(experiment.rows, experiment.chunk)
+    return rows_apart(model, (3, experiment.pixels, experiment.pixels), size)
 
 
 def _worth_keeping(site: Site, model: nn.Module, method: Method, megabytes: int) -> Split | None:

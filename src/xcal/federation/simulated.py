@@ -63,6 +63,7 @@ def make_homes(folder: RunFolder, federation: Federation, threads: int) -> None:
             "device": experiment.device,
             "threads": threads,
             "chunk": experiment.chunk,
+            "pass_rows": experiment.pass_rows,
             "keep_mb": experiment.keep_mb,
             "simulated": seeded,
             "seed": experiment.seed if seeded else None,

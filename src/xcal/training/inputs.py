@@ -14,10 +14,11 @@ from torch import Tensor
 
 from xcal.data.augment import View, show
 from xcal.data.sampling import to_tensor
+from xcal.explain.inference import filled_up
 from xcal.models.split import Split
 
 # Always the same neighbours: what the beginning makes of an image is then the same to the bit,
-# whichever step asks first, also after a resume.
+# whichever step asks first, also after a resume. Beside any neighbours it is where `rows` is given.
 _BLOCK = 32
 
 
@@ -39,17 +40,18 @@ class Inputs:
         shown = show(pixels, views, self._views) if views.any() else pixels
         return to_tensor(shown, self._brightness).to(self._device)
 
-    def keep(self, split: Split | None, views: int, megabytes: int) -> bool:
+    def keep(self, split: Split | None, views: int, megabytes: int, rows: int = 0) -> bool:
         """Whether activations are kept from now on.
 
         They are where the network has a frozen beginning and all of them, of all the views that
-        steps may ask for, fit into `megabytes`.
+        steps may ask for, fit into `megabytes`. They are made in passes of `rows` images each,
+        the last one filled up; 0: of a block each, the last one as short as it is.
         """
         if split is None or not megabytes or not len(self._pixels):
             self._kept = None
             return False
         digest = split.digest()
-        if self._kept is not None and self._kept.digest == digest:
+        if self._kept is not None and (self._kept.digest, self._kept.rows) == (digest, rows):
             self._kept.split = split  # the same weights in a network built anew
             return True
         if not self.fits(split, views, megabytes):
@@ -57,10 +59,10 @@ class Inputs:
             return False
         one, count = self._first(split), self._count(views)
         shape = (count, *one.shape[1:])
-        made = np.zeros(math.ceil(count / _BLOCK), dtype=bool)
+        made = np.zeros(math.ceil(count / (rows or _BLOCK)), dtype=bool)
         # Zeros of the operating system's: memory is taken only as blocks are filled.
         table = torch.from_numpy(np.zeros(shape, dtype=one.cpu().numpy().dtype))
-        self._kept = _Kept(split, digest, table, made)
+        self._kept = _Kept(split, digest, table, made, rows)
         return True
 
     def fits(self, split: Split, views: int, megabytes: int) -> bool:
@@ -87,11 +89,13 @@ class Inputs:
         kept = self._kept
         assert kept is not None
         places = views * len(self._pixels) + images
-        blocks = np.unique(places // _BLOCK)
+        size = kept.rows or _BLOCK
+        blocks = np.unique(places // size)
         for block in blocks[~kept.made[blocks]]:
-            inside = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, len(kept.table)))
+            inside = np.arange(block * size, min((block + 1) * size, len(kept.table)))
             shown = self.pictures(inside % len(self._pixels), inside // len(self._pixels))
-            kept.table[inside[0] : inside[-1] + 1] = kept.split.begin(shown).cpu()
+            made = kept.split.begin(filled_up(shown, kept.rows))[: len(inside)]
+            kept.table[inside[0] : inside[-1] + 1] = made.cpu()
             kept.made[block] = True
         return kept.table[torch.from_numpy(places)].to(self._device)
 
@@ -102,6 +106,7 @@ class _Kept:
     digest: str
     table: Tensor
     made: NDArray[np.bool_]
+    rows: int
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Batch:
     units: Tensor
     n_units: int
     plain: Tensor | None = None  # which rows are unchanged images; None: all
+    one_row_each: bool = False  # by what a unit is, and not by who was drawn
 
     @property
     def images(self) -> Tensor:
@@ -57,6 +58,7 @@ class Batch:
             self.units[rows],
             self.n_units,
             None if self.plain is None else self.plain[rows],
+            self.one_row_each,
         )
 
     def without(self, bad: Tensor) -> Batch:
@@ -97,12 +99,13 @@ class LocalData:
         self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device)
         self._kept = False
 
-    def keep_activations(self, split: Split | None, megabytes: int) -> bool:
+    def keep_activations(self, split: Split | None, megabytes: int, rows: int = 0) -> bool:
         """Whether draws come with what the network's frozen beginning makes of their images.
 
-        It is computed once for each image and kept, where all of it fits into `megabytes`.
+        It is computed once for each image and kept, where all of it fits into `megabytes`; in
+        passes of `rows` images where that is given.
         """
-        self._kept = self.inputs.keep(split, self._views, megabytes)
+        self._kept = self.inputs.keep(split, self._views, megabytes, rows)
         return self._kept
 
     def fits(self, split: Split, megabytes: int) -> bool:
@@ -136,6 +139,7 @@ class LocalData:
             torch.from_numpy(np.repeat(unit_of, self._views)).to(self._device),
             len(drawn),
             plain,
+            one_row_each=self.unit == "record" and self._views == 1,
         )
 
     def digest(self) -> str:
@@ -269,6 +273,7 @@ class Bench:
     own_rounds: int = 1  # of this client, by the published schedule
     split: Split | None = None  # where draws come with a frozen beginning's activations
     chunk: int = 256  # rows that go through the network at once
+    rows: int = 0  # of every pass, filled up; 0: as many as there are
 
     @cached_property
     def frozen(self) -> str:

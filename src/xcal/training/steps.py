@@ -55,6 +55,8 @@ def clipped_sum(
     """
     assert bench.engine is not None
     bound = bound or Bound(bench.clip)
+    # Also where some drawn units are left out: how the others are summed does not tell.
+    alone = batch.one_row_each
     parts = []
     for first, last, part in _in_portions(bench, batch):
         forward, inputs = _forward(bench, part, capture)
@@ -64,13 +66,14 @@ def clipped_sum(
                 part.labels,
                 clip=bound.norm,
                 geometry=bound.geometry,
-                units=part.units - first,
-                n_units=last - first,
+                units=None if alone else part.units - first,
+                n_units=None if alone else last - first,
                 capture=capture,
                 forward=forward,
             )
         )
-    return joined(parts)
+    sums = joined(parts)
+    return sums.of_units(batch.units, batch.n_units) if alone else sums
 
 
 def _in_portions(bench: Bench, batch: Batch) -> Iterator[tuple[int, int, Batch]]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcal.explain.gradcam import forward_with_features
+from xcal.explain.inference import filled_up
 from xcal.explain.signal import (
     Components,
     SignalSettings,
@@ -278,25 +279,27 @@ def _forward(
     sums = clipped_sum(bench, batch, bound, capture=cam_layer)
     assert sums.features is not None
     parts = image_components(
-        bench.model, batch.pictures(chosen), sums.logits[chosen], sums.features[chosen], settings
+        bench.model,
+        batch.pictures(chosen),
+        sums.logits[chosen],
+        sums.features[chosen],
+        settings,
+        rows=bench.rows,
     )
     return sums, parts, chosen
 
 
 def _looked_at(bench: Bench, batch: Batch, chosen: Tensor, settings: SignalSettings) -> Components:
     """The components of the chosen images, a chunk at a time through the whole network."""
-    nothing = torch.zeros(0, dtype=torch.float64, device=chosen.device)
-    found = [Components(nothing, nothing, nothing)]
-    for rows in torch.split(chosen.nonzero().flatten(), bench.chunk) if bool(chosen.any()) else ():
-        images = batch.pictures(rows)
+    found = []
+    size = bench.rows or bench.chunk
+    for some in torch.split(chosen.nonzero().flatten(), size) if bool(chosen.any()) else ():
+        images = filled_up(batch.pictures(some), bench.rows)
         with torch.no_grad():
             logits, features = forward_with_features(bench.model, images)
-        found.append(image_components(bench.model, images, logits, features, settings))
-    return Components(
-        torch.cat([part.logit_drop for part in found]),
-        torch.cat([part.margin for part in found]),
-        torch.cat([part.concentration for part in found]),
-    )
+        parts = image_components(bench.model, images, logits, features, settings, rows=bench.rows)
+        found.append(parts.first(len(some)))
+    return Components.joined(found, chosen.device)
 
 
 def _broken_units(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,14 @@ from xcal.training.clipping.geometry import PLAIN, Geometry
 
 @dataclass(frozen=True)
 class Units:
-    """Which unit each image of a batch belongs to. `of_image` None: every image is its own."""
+    """Which unit each image of a batch belongs to. `of_image` None: every image is its own.
+
+    `alike`: whatever the others are, a unit is measured in the same way, to the bit.
+    """
 
     count: int
     of_image: Tensor | None = None
+    alike: bool = False
 
     def per_image(self, values: Tensor) -> Tensor:
         """A value per unit, handed to each of the unit's images."""
@@ -46,17 +51,18 @@ class Units:
     def by_size(self) -> list[tuple[Tensor, Tensor]]:
         """Units with images, gathered by their number m of images: (unit ids, image ids (U, m))."""
         if self.of_image is None:
-            every = torch.arange(self.count)
-            return [(every, every.unsqueeze(1))]
+            images = torch.arange(self.count)
+            return [(images, images.unsqueeze(1))]
         sizes = torch.bincount(self.of_image, minlength=self.count)
         order = torch.argsort(self.of_image, stable=True)
         starts = torch.cumsum(sizes, 0) - sizes
         buckets = []
         for size in torch.unique(sizes[sizes > 0]).tolist():
-            ids = torch.nonzero(sizes == size).squeeze(1)
-            buckets.append(
-                (ids, order[starts[ids].unsqueeze(1) + torch.arange(size, device=ids.device)])
-            )
+            every = torch.nonzero(sizes == size).squeeze(1)
+            # How many units are worked through at once can change how each is rounded.
+            for ids in torch.split(every, 1) if self.alike else (every,):
+                inside = torch.arange(size, device=ids.device)
+                buckets.append((ids, order[starts[ids].unsqueeze(1) + inside]))
         return buckets
 
 
@@ -116,6 +122,14 @@ class Book:
         else:
             # Cut from the graph, or the pair would hold on to all that came before it.
             self._pairs[name] = _Pair(g.detach(), x.detach(), shape, patches)
+
+    def by_image(self) -> Iterator[Tensor]:
+        """All that is written here, with images (units, where they have several) first."""
+        for parts in self._rows.values():
+            yield parts.transpose(0, 1)
+        for pair in self._pairs.values():
+            yield pair.g
+            yield pair.x
 
     def squared_norms(self) -> Tensor:
         """The squared norm of every unit's whole scaled gradient, in float64.

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from xcal.errors import UserError
+from xcal.explain.inference import filled_up
 from xcal.training.clipping.book import Units
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.training.clipping.recorder import Recorded, record
@@ -45,6 +46,14 @@ class ClippedSum:
     """Per unit, true where something was not finite: the unit contributed exactly 0."""
     bound: Bound
     """What each unit was held to: the sensitivity of `gradients`."""
+
+    def of_units(self, numbers: Tensor, count: int) -> ClippedSum:
+        """The same, its units by their `numbers` among `count`; those that are not there have 0."""
+        if len(self.norms) == count:
+            return self
+        norms, dropped = self.norms.new_zeros(count), self.dropped.new_zeros(count)
+        norms[numbers], dropped[numbers] = self.norms, self.dropped
+        return replace(self, norms=norms, dropped=dropped)
 
 
 def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
@@ -93,6 +102,31 @@ class _Batch:
             self.forward,
         )
 
+    def of_rows(self, rows: int) -> _Batch:
+        """Exactly `rows` images and as many units, in the order of those with images, then others.
+
+        What is filled up are copies of an image, each a unit of its own.
+        """
+        of_image = self.units.of_image
+        if of_image is not None:
+            _, of_image = torch.unique(of_image, return_inverse=True)
+            added = torch.arange(rows - len(of_image), device=of_image.device)
+            of_image = torch.cat([of_image, added + int(of_image.max()) + 1])
+        return _Batch(
+            filled_up(self.images, rows),
+            filled_up(self.labels, rows),
+            filled_up(self.weights, rows),
+            Units(rows, of_image, alike=True),
+            self.forward,
+        )
+
+    def present(self) -> Tensor:
+        """The numbers of the units that have images."""
+        if self.units.of_image is None:
+            return torch.arange(self.units.count, device=self.images.device)
+        present: Tensor = torch.unique(self.units.of_image)
+        return present
+
 
 class ClippingEngine:
     """Sums of clipped per-unit gradients of a network's mean cross-entropy.
@@ -104,14 +138,20 @@ class ClippingEngine:
 
     `chunk` bounds the images that go through the network at once; a larger batch, or a larger
     unit, is worked through in parts with the same result.
+
+    Libraries round an image's numbers differently in batches of other sizes. With `rows` every pass
+    takes exactly so many (at most `chunk`), filled up with copies of one of its images that count
+    for nothing, so that what a unit contributes does not depend on how many others were drawn; see
+    `passes` for what this rests on.
     """
 
-    def __init__(self, model: nn.Module, *, chunk: int = 256) -> None:
+    def __init__(self, model: nn.Module, *, chunk: int = 256, rows: int = 0) -> None:
         if chunk < 1:
             raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
         _refuse_unsupported(model)
         self._model = model
-        self._chunk = chunk
+        self._rows = min(rows, chunk)
+        self._chunk = self._rows or chunk
 
     def clipped_sum(
         self,
@@ -143,7 +183,8 @@ class ClippingEngine:
         _refuse_unsupported(self._model)
         geometry.check(self._model)
         bound = Bound(clip, geometry)
-        batch = replace(_checked_batch(images, labels, units, n_units), forward=forward)
+        batch = _checked_batch(images, labels, units, n_units, simplify=not self._rows)
+        batch = replace(batch, forward=forward)
         if images.is_cuda:
             # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -158,7 +199,11 @@ class ClippingEngine:
         return self._clip_in_chunks(batch, bound, capture)
 
     def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> Recorded:
-        return record(
+        """One pass. With fixed rows, the book has the units of `_Batch.of_rows`."""
+        count = len(batch.images)
+        if self._rows:
+            batch = batch.of_rows(self._rows)
+        seen = record(
             self._model,
             batch.images,
             batch.labels,
@@ -168,18 +213,33 @@ class ClippingEngine:
             capture=capture,
             forward=batch.forward,
         )
+        if len(batch.images) == count:
+            return seen
+        return Recorded(
+            seen.book,
+            seen.logits[:count],
+            None if seen.features is None else seen.features[:count],
+            seen.finite[:count],
+        )
 
     def _clip_together(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """One pass over the whole batch; a second one without the dropped units if there are."""
         units = batch.units
         seen = self._record(batch, bound, capture)
-        norms = seen.book.squared_norms().sqrt()
+        norms = measured = seen.book.squared_norms().sqrt()
+        if self._rows:
+            present = batch.present()
+            norms = measured.new_zeros(units.count)
+            norms[present] = measured[: len(present)]
         dropped = ~torch.isfinite(norms) | units.any_image(~seen.finite)
         if dropped.any():
             gradients, dropped = self._without(batch, dropped, bound)
         else:
             limit = bound.norm / (1 + _margin(seen.logits.dtype))
-            gradients = seen.book.weighted_sum(_factors(limit, norms))
+            factors = _factors(limit, measured)
+            if self._rows:
+                factors[len(present) :] = 0  # copies of an image that is finite: nothing is left
+            gradients = seen.book.weighted_sum(factors)
         return ClippedSum(
             self._every_parameter(gradients), seen.logits, seen.features, norms, dropped, bound
         )
@@ -236,12 +296,13 @@ class ClippingEngine:
         total: dict[str, Tensor] = {}
         finite, logits, features = True, [], []
         everyone = torch.arange(len(unit.images), device=unit.images.device)
-        everything = torch.ones(1, dtype=torch.float64, device=unit.images.device)
         for ids in torch.split(everyone, self._chunk):
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
             seen = self._record(part, bound, capture)
             finite = finite and bool(seen.finite.all())
-            for name, gradient in seen.book.weighted_sum(everything).items():
+            own = torch.zeros(seen.book.units.count, dtype=torch.float64, device=ids.device)
+            own[0] = 1
+            for name, gradient in seen.book.weighted_sum(own).items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
             logits.append(seen.logits)
             features.append(seen.features)
@@ -309,8 +370,17 @@ def _margin(dtype: torch.dtype) -> float:
 
 
 def _checked_batch(
-    images: Tensor, labels: Tensor, units: Tensor | None, n_units: int | None
+    images: Tensor,
+    labels: Tensor,
+    units: Tensor | None,
+    n_units: int | None,
+    *,
+    simplify: bool,
 ) -> _Batch:
+    """With `simplify`, units that happen to have one image each are treated as if all did.
+
+    That spares time, and it depends on who was drawn.
+    """
     count = len(images)
     if labels.shape != (count,):
         raise UserError(
@@ -332,7 +402,11 @@ def _checked_batch(
     declared = highest if n_units is None else n_units
     if highest > declared or (count and int(units.min()) < 0):
         raise UserError(f"unit numbers must lie in 0 ... n_units - 1 = {declared - 1}")
-    if declared == count and torch.equal(units, torch.arange(count, device=units.device)):
+    if (
+        simplify
+        and declared == count
+        and torch.equal(units, torch.arange(count, device=units.device))
+    ):
         return _Batch(images, labels, images.new_ones(count), Units(count))
     sizes = torch.bincount(units, minlength=declared)
     return _Batch(images, labels, 1 / sizes.to(images.dtype)[units], Units(declared, units))
