@@ -1,7 +1,7 @@
 """Fills the generated parts of the pages below from the committed results; a test compares them.
 
 A part stands between `<!-- KIND: STUDY SCALE -->` and `<!-- end -->`. Its kind says how much:
-`answer`, `overview` (the answer and one table) or `results` (everything).
+`answer`, `overview` (the answer and a table or two) or `results` (everything).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _seen(study: str, scale: str) -> StudyView:
 def part(kind: str, study: str, scale: str) -> str:
     found = _seen(study, scale)
     pieces = [found.answer]
-    if kind == "overview" and found.overview is not None:
-        pieces.append(found.overview.markdown())
+    if kind == "overview":
+        pieces += [table.markdown() for table in found.overviews]
     if kind == "results":
         pieces += [found.missing, *(table.markdown() for table in found.tables)]
         if found.sentences:

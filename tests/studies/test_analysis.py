@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from made_up import made_up_results
-from xcal.studies.analysis import course_of, lowess, round_seconds
+from xcal.studies.analysis import course_of, first_fall, lowess, round_seconds
 from xcal.studies.declared import declare
 from xcal.studies.grid import Choice
 from xcal.studies.paper import printed
@@ -81,30 +82,34 @@ def test_the_tables_say_better_only_where_the_interval_does(results: Results) ->
 
 def test_the_overview_has_a_row_a_place_and_says_no_more_than_the_tables(results: Results) -> None:
     found = view(declare("privacy-utility", "laptop", SMALL), results)
-    assert found.overview is not None
-    assert [row[:2] for row in found.overview.rows] == [
+    overview, pairs = found.overviews
+    assert [row[:2] for row in overview.rows] == [
         ("blood-cells, small", "0.5"),
         ("blood-cells, small", "5"),
     ]
     tables = {(row[0], row[1]): row for table in found.tables for row in table.rows}
-    for row in found.overview.rows:
+    for row in overview.rows:
         for column, method in ((3, "xcal"), (4, "xcal-paper"), (5, "agp")):
             of_place = tables[f"`{method}`", row[1]]
             shown = f", {of_place[4]}" if of_place[4] in ("better", "worse") else ""
             assert row[column] == of_place[3] + shown or row[column] == "the same answers"
-    assert [row[6] for row in found.overview.rows] == ["+0.062", "+0.023"]
-    assert "`xcal`: " in found.overview.note
+    assert [row[6] for row in overview.rows] == ["+0.062", "+0.023"]
+    assert [row[0] for row in pairs.rows] == ["`xcal`", "`xcal-paper`", "`agp`"]
+    for row in pairs.rows:
+        assert all(0 <= sum(map(int, row[k].split(":"))) <= 6 for k in (2, 5, 8))
     assert "of 2 of them, those left out" in found.answer
 
 
 def test_all_that_was_tried_stands_in_one_table(results: Results) -> None:
     found = view(declare("ablation", "laptop", SMALL), results)
-    assert found.overview is not None
-    rows = {row[0]: row for row in found.overview.rows}
+    (overview,) = found.overviews
+    rows = {row[0]: row for row in overview.rows}
     assert "`fl-dp`" not in rows
-    assert rows["`xcal`"][1] == "2" and rows["`xcal`"][5] == "–"
-    ahead, behind = map(int, rows["`xcal`, signal: decay"][6].split(":"))
-    assert 0 < ahead + behind <= 6  # two places of three seeds
+    assert rows["`xcal`"][1] == "2" and rows["`xcal`"][4] == rows["`xcal`"][6] == "–"
+    for column in (2, 4):
+        ahead, behind = map(int, rows["`xcal`, signal: decay"][column].split(" ")[-1].split(":"))
+        assert 0 < ahead + behind <= 6  # two places of three seeds
+    assert rows["`xcal`, signal: decay"][6].endswith(" 0:0")  # the made-up AUROC are equal
 
 
 def test_a_replaced_signal_is_compared_with_the_signal(results: Results) -> None:
@@ -124,6 +129,26 @@ def test_courses_know_where_they_peak(results: Results) -> None:
     assert course.f1_gain > 0
     table = view(declare("efficiency", "laptop", SMALL), results).tables[0]
     assert any("60 %" in row[6] for row in table.rows)
+
+
+def test_a_rule_that_knows_no_future_stops_at_the_first_fall() -> None:
+    assert first_fall([0.1, 0.2, 0.15, 0.4]) == (2, 1)
+    assert first_fall([0.1, 0.2, 0.2, 0.4]) == (3, 3)  # it never fell: nothing is left over
+    assert first_fall([0.3]) == (0, 0)
+
+
+def test_stopping_is_said_with_what_it_leaves_and_costs(results: Results) -> None:
+    found = view(declare("efficiency", "laptop", SMALL), results)
+    # The made-up ROAD never falls.
+    assert "leaves 0 % of the budget and changes F1 there by +0.000" in found.answer
+
+
+def test_auroc_stands_beside_f1_without_a_verdict(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    column = found.tables[0].head.index("AUROC − static")
+    rows = {(row[0], row[1]): row for row in found.tables[0].rows}
+    assert rows["`fl-dp`", "5"][column] == "–"
+    assert re.fullmatch(r"[+−]0\.\d{3} ± 0\.\d{3} \d:\d", rows["`xcal`", "5"][column])
 
 
 def test_overhead_is_a_clients_round_over_static_noise(results: Results) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ class Series:
     def name(self) -> str:
         return f"{self.method}, {self.variant}" if self.variant else self.method
 
-    def summary(self, measure: Measure) -> Summary | None:
+    def summary(self, measure: Measure | Literal["auroc"]) -> Summary | None:
         values = [
             c.values[measure] for c in self.cells.values() if c.values.get(measure) is not None
         ]
@@ -62,6 +62,7 @@ class Comparison:
     reference: Series
     f1: Difference
     road: Difference | None
+    auroc: tuple[float, ...] = ()  # ours minus the reference's, seed by seed
 
 
 def place_of(cell: Cell) -> Place:
@@ -114,7 +115,12 @@ def against(ours: Series, reference: Series | None, results: Results) -> Compari
     road = None
     if all(c.values.get("road") is not None for c in [*a, *b]):
         road = compare(a, b, test, "road")
-    return Comparison(ours, reference, compare(a, b, test), road)
+    both = [
+        (one.values.get("auroc"), other.values.get("auroc"))
+        for one, other in zip(a, b, strict=True)
+    ]
+    auroc = tuple(x - y for x, y in both if x is not None and y is not None)
+    return Comparison(ours, reference, compare(a, b, test), road, auroc)
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -225,7 +231,17 @@ class Course:
     stop_share: float  # mean over seeds of Σρ/R at the ROAD peak …
     stop_f1: float  # … and what a model stopped there has, on public validation images
     stop_road: float
+    fall_share: float  # the same for a rule that knows no future: Σρ/R at ROAD's first fall …
+    fall_f1: float  # … and what the model measured before it has
     sigma: NDArray[np.float64]  # noise multiplier, the clients' mean, in each round
+
+
+def first_fall(values: Sequence[float]) -> tuple[int, int]:
+    """(where a rule that ends at the first fall stops, whose model it keeps), as positions."""
+    for now in range(1, len(values)):
+        if values[now] < values[now - 1]:
+            return now, now - 1
+    return len(values) - 1, len(values) - 1
 
 
 def course_of(series: Series) -> Course | None:
@@ -243,7 +259,8 @@ def course_of(series: Series) -> Course | None:
         f1 = np.array(rounds["f1"], float)
         road = np.array([rounds["road"][t] for t in road_rounds], float)
         peak = road_rounds[int(road.argmax())]
-        stops.append((share[peak], f1[peak], road.max()))
+        fall, before = (road_rounds[t] for t in first_fall(road.tolist()))
+        stops.append((share[peak], f1[peak], road.max(), share[fall], f1[before]))
         shares.append(share)
         sigmas.append([np.mean([v for v in line if v is not None]) for line in rounds["sigma"]])
         f1s.append(f1)
@@ -252,19 +269,21 @@ def course_of(series: Series) -> Course | None:
         return None
     share, f1, road = (np.mean(v, axis=0) for v in (shares, f1s, roads))
     road_share = share[road_rounds]
-    stop = np.mean(stops, axis=0)
+    stop_share, stop_f1, stop_road, fall_share, fall_f1 = map(float, np.mean(stops, axis=0))
     return Course(
         series,
         share,
         f1,
         road_share,
         road,
-        float((f1[-1] - f1[0]) / (share[-1] - share[0])),
-        float((road[-1] - road[0]) / (road_share[-1] - road_share[0])),
-        float(stop[0]),
-        float(stop[1]),
-        float(stop[2]),
-        np.mean(sigmas, axis=0),
+        f1_gain=float((f1[-1] - f1[0]) / (share[-1] - share[0])),
+        road_gain=float((road[-1] - road[0]) / (road_share[-1] - road_share[0])),
+        stop_share=stop_share,
+        stop_f1=stop_f1,
+        stop_road=stop_road,
+        fall_share=fall_share,
+        fall_f1=fall_f1,
+        sigma=np.mean(sigmas, axis=0),
     )
 
 

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from xcal.studies.analysis import (
-    BASELINE,
-    Comparison,
-    Series,
-    find,
-    interval,
-    printed_gain,
-    signed,
-)
+from xcal.studies.analysis import BASELINE, Comparison, Series, find, printed_gain, signed
 from xcal.studies.statistics import Difference
 from xcal.studies.wording import NOTHING, Table, difference, epsilon_text, figure, where
 
@@ -49,20 +41,54 @@ def printed_gains(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def record_over_places(comparisons: Sequence[Comparison]) -> str:
-    """In how many pairs of runs ahead and behind, and how often a coin is as one-sided."""
-    ahead = sum(c.f1.wins for c in comparisons)
-    behind = sum(c.f1.losses for c in comparisons)
+def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
+    """A row a method: how far from static noise over all pairs of runs, and how one-sided."""
+    rows = []
+    for method in _rivals(comparisons):
+        own = [c for c in comparisons if c.series.method == method]
+        ranks = [d for c in own for d in c.auroc]
+        roads = [c.road for c in own if c.road is not None]
+        rows.append(
+            (
+                f"`{method}`",
+                *_record([(c.f1.mean, c.f1.seeds, c.f1.wins, c.f1.losses) for c in own]),
+                *_record([(d, 1, int(d > 0), int(d < 0)) for d in ranks]),
+                *_record([(d.mean, d.seeds, d.wins, d.losses) for d in roads]),
+            )
+        )
+    if not rows:
+        return None
+    head = ["method"]
+    for name in ("macro F1", "AUROC", "ROAD"):
+        head += [f"{name} − static", "ahead:behind", "coin"]
+    note = (
+        "Pairs of one seed, all places together; coin: how often a coin is as one-sided. AUROC (one"
+        " class against the rest, mean) needs no threshold: it tells models apart that give every"
+        " image the same class."
+    )
+    return Table("Over all pairs of runs", tuple(head), tuple(rows), note)
+
+
+def _record(found: Sequence[tuple[float, int, int, int]]) -> tuple[str, str, str]:
+    """Mean difference, wins and losses, and the probability of a coin as one-sided as that."""
+    pairs = sum(seeds for _, seeds, _, _ in found)
+    if not pairs:
+        return NOTHING, NOTHING, NOTHING
+    mean = sum(mean * seeds for mean, seeds, _, _ in found) / pairs
+    ahead, behind = sum(wins for *_, wins, _ in found), sum(losses for *_, losses in found)
     if ahead + behind == 0:
-        return "no pair that differs"
+        return signed(mean), "0:0", NOTHING
     chance = float(stats.binomtest(ahead, ahead + behind).pvalue)
-    said = "less than 0.001" if chance < 0.001 else f"{chance:.3f}"
-    return f"{ahead} ahead, {behind} behind (a coin is as one-sided with probability {said})"
+    return signed(mean), f"{ahead}:{behind}", "< 0.001" if chance < 0.001 else f"{chance:.3f}"
+
+
+def _rivals(comparisons: Sequence[Comparison]) -> list[str]:
+    return [m for m in RIVALS if any(c.series.method == m for c in comparisons)]
 
 
 def methods_overview(series: Sequence[Series], comparisons: Sequence[Comparison]) -> Table | None:
     """A row a place: static noise, what each method adds to it, what the paper prints."""
-    rivals = [m for m in RIVALS if any(c.series.method == m for c in comparisons)]
+    rivals = _rivals(comparisons)
     if not rivals:
         return None
     rows = []
@@ -87,16 +113,10 @@ def methods_overview(series: Sequence[Series], comparisons: Sequence[Comparison]
         *(f"`{m}` − static" for m in rivals),
         "the paper's gain",
     )
-    records = [
-        f"`{m}`: {record_over_places([c for c in comparisons if c.series.method == m])}"
-        for m in rivals
-    ]
     note = (
         "Macro F1 of `fl-dp`, mean ± standard deviation over (n) seeds; differences from it, paired"
         " by seed, with 95 % intervals and wins:losses; the gain over static noise that the paper"
-        " prints for XCal-FL. `agp` has no guarantee at any ε. Over all pairs of runs: "
-        + "; ".join(records)
-        + "."
+        " prints for XCal-FL. `agp` has no guarantee at any ε."
     )
     return Table("Macro F1 against static noise", head, tuple(rows), note)
 
@@ -123,11 +143,11 @@ def variants_overview(
             (
                 f"`{method}`" + (f", {variant}" if variant else ""),
                 str(len(static)),
-                _spread(static),
-                _score(static),
+                _in_f1(static),
                 shown or NOTHING,
-                _spread(default),
-                _score(default),
+                _in_f1(default),
+                _in_auroc(static),
+                _in_auroc(default),
             )
         )
     if not rows:
@@ -136,30 +156,38 @@ def variants_overview(
         "variant",
         "places",
         "F1 − static",
-        "ahead:behind",
         "shown",
         "F1 − default",
-        "ahead:behind",
+        "AUROC − static",
+        "AUROC − default",
     )
     note = (
-        "A place is a set, a network and an ε. Mean over all pairs of runs, with the lowest and the"
-        " highest place in brackets; ahead and behind count pairs of runs; shown: in how many"
-        " places with two seeds or more the interval excludes zero."
+        "A place is a set, a network and an ε. Mean over all pairs of runs, the lowest and the"
+        " highest place in brackets, pairs of runs ahead:behind; shown: in how many places with two"
+        " seeds or more the interval of F1 excludes zero."
     )
     return Table("All that was tried, over all places", head, tuple(rows), note)
 
 
-def _spread(found: Sequence[Comparison]) -> str:
-    if not found:
-        return NOTHING
-    means = [c.f1.mean for c in found]
-    if len(means) == 1:
-        return interval(found[0].f1).split(" ")[0]
-    mean = float(np.average(means, weights=[c.f1.seeds for c in found]))
-    return f"{signed(mean)} ({signed(min(means))} to {signed(max(means))})"
+def _in_f1(found: Sequence[Comparison]) -> str:
+    return _spread([(c.f1.mean, c.f1.seeds, c.f1.wins, c.f1.losses) for c in found])
 
 
-def _score(found: Sequence[Comparison]) -> str:
-    if not found:
+def _in_auroc(found: Sequence[Comparison]) -> str:
+    return _spread(
+        [
+            (float(np.mean(d)), len(d), sum(x > 0 for x in d), sum(x < 0 for x in d))
+            for d in (c.auroc for c in found)
+            if d
+        ]
+    )
+
+
+def _spread(places: Sequence[tuple[float, int, int, int]]) -> str:
+    """Of (mean, seeds, wins, losses) of each place: mean, range over places, wins and losses."""
+    if not places:
         return NOTHING
-    return f"{sum(c.f1.wins for c in found)}:{sum(c.f1.losses for c in found)}"
+    means = [mean for mean, *_ in places]
+    mean, record, _ = _record(places)
+    between = f" ({signed(min(means))} to {signed(max(means))})" if len(places) > 1 else ""
+    return f"{mean}{between} {record}"

@@ -10,6 +10,7 @@ import numpy as np
 from xcal.studies.analysis import (
     BASELINE,
     Comparison,
+    Course,
     Place,
     Series,
     against,
@@ -23,15 +24,23 @@ from xcal.studies.analysis import (
     signed,
 )
 from xcal.studies.grid import Grid
-from xcal.studies.overview import RIVALS, methods_overview, printed_gains, variants_overview
+from xcal.studies.overview import (
+    RIVALS,
+    methods_overview,
+    over_all_pairs,
+    printed_gains,
+    variants_overview,
+)
 from xcal.studies.paper import PRINTED_OVERHEAD
 from xcal.studies.scales import PAPER_NETWORK
 from xcal.studies.statistics import summarise
 from xcal.studies.store import Results
 from xcal.studies.wording import (
     COMPARED,
+    NO_VERDICT,
     NOTHING,
     Table,
+    by_seed,
     difference,
     epsilon_text,
     figure,
@@ -54,7 +63,7 @@ class StudyView:
     finished: int
     total: int
     series: tuple[Series, ...]
-    overview: Table | None = None  # the tables in one, where there are many
+    overviews: tuple[Table, ...] = ()  # the tables in one or two, where there are many
 
     @property
     def missing(self) -> str:
@@ -84,7 +93,7 @@ def comparison_table(
     title: str, series: Sequence[Series], results: Results, *, with_paper: bool = True
 ) -> Table:
     head = ["method", "ε", "macro F1", "F1 − static", "verdict"]
-    head += ["ROAD", "ROAD − static", "verdict"]
+    head += ["ROAD", "ROAD − static", "verdict", "AUROC", "AUROC − static"]
     head += ["paper F1", "paper ROAD %"] if with_paper else []
     rows = []
     for one in series:
@@ -100,11 +109,13 @@ def comparison_table(
             figure(one.summary("road")),
             difference(road),
             verdict(road),
+            figure(one.summary("auroc")),
+            by_seed(() if made is None else made.auroc),
         ]
         if with_paper:
             row += [printed_text(one, "macro_f1", 3), printed_text(one, "road", 1)]
         rows.append(tuple(row))
-    return Table(title, tuple(head), tuple(rows), COMPARED)
+    return Table(title, tuple(head), tuple(rows), f"{COMPARED} {NO_VERDICT}")
 
 
 def _by_place(series: Sequence[Series]) -> dict[tuple[str, str, int, str, str], list[Series]]:
@@ -135,7 +146,8 @@ def privacy_utility_view(grid: Grid, results: Results) -> StudyView:
         + answer(paper, "of the published rule, `xcal-paper`, with it")
         + printed_gains(ours)
     )
-    return _view(grid, series, said, tables, sentences, methods_overview(series, pairs))
+    overviews = methods_overview(series, pairs), over_all_pairs(pairs)
+    return _view(grid, series, said, tables, sentences, overviews)
 
 
 def clients_view(grid: Grid, results: Results) -> StudyView:
@@ -175,11 +187,14 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
                     difference(to_static.f1 if to_static else None),
                     figure(one.summary("road")),
                     difference(to_default.road if to_default else None),
+                    by_seed(to_default.auroc if to_default else ()),
+                    by_seed(to_static.auroc if to_static else ()),
                 )
             )
         title = f"{where(place)}, ε = {epsilon_text(place.epsilon)}"
-        head = ("variant", "macro F1", "F1 − default", "F1 − static", "ROAD", "ROAD − default")
-        tables.append(Table(title, head, tuple(rows), COMPARED))
+        head = ["variant", "macro F1", "F1 − default", "F1 − static", "ROAD", "ROAD − default"]
+        head += ["AUROC − default", "AUROC − static"]
+        tables.append(Table(title, tuple(head), tuple(rows), f"{COMPARED} {NO_VERDICT}"))
     replaced = [c for c in all_to_default if c.series.variant.startswith("signal:")]
     enough = [c for c in replaced if c.f1.seeds >= 2]
     if not enough:
@@ -198,8 +213,8 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
         f" {interval(c.f1)} ({c.f1.verdict})."
         for c in enough
     ]
-    overview = variants_overview(all_to_static, all_to_default)
-    return _view(grid, series, said, tables, sentences, overview)
+    overviews = (variants_overview(all_to_static, all_to_default),)
+    return _view(grid, series, said, tables, sentences, overviews)
 
 
 def efficiency_view(grid: Grid, results: Results) -> StudyView:
@@ -220,6 +235,7 @@ def efficiency_view(grid: Grid, results: Results) -> StudyView:
                 f"{c.stop_f1:.3f} / {c.f1[-1]:.3f}",
                 f"{c.stop_road:.3f} / {c.road[-1]:.3f}",
                 f"{100 * (1 - c.stop_share):.0f} %",
+                f"{c.fall_f1:.3f}, {100 * (1 - c.fall_share):.0f} % left",
                 f"{c.sigma[0]:.2f} / {c.sigma.min():.2f} / {c.sigma[-1]:.2f}",
             )
         )
@@ -234,21 +250,35 @@ def efficiency_view(grid: Grid, results: Results) -> StudyView:
         "F1 there / at the end",
         "ROAD there / at the end",
         "budget left there",
+        "F1 if stopped at ROAD's first fall",
         "σ, first / lowest / last round",
     )
     note = (
         "On public validation images, means over seeds. Peaks are those of each seed's own course;"
-        " a peak chosen after the fact is biased upwards, most where the course is noise."
+        " a peak chosen after the fact is biased upwards, most where the course is noise. A rule"
+        " that knows no future stops at the first measurement of ROAD that is lower than the one"
+        " before, and keeps the model of the one before."
     )
     tables = [Table("Gains by the share of the budget spent", head, tuple(rows), note)]
     late = [c for c in courses if c.stop_share >= 0.95]
     said = (
         f"ROAD peaks before 95 % of the budget are spent in {len(courses) - len(late)} of"
-        f" {len(courses)} courses."
+        f" {len(courses)} courses. {_stopped(courses)}"
         if courses
         else "No finished cells yet."
     )
     return _view(grid, series, said, tables if courses else [], [])
+
+
+def _stopped(courses: Sequence[Course]) -> str:
+    """What a rule that stops at ROAD's first fall leaves and costs, over all courses."""
+    left = [100 * (1 - c.fall_share) for c in courses]
+    cost = [float(c.fall_f1 - c.f1[-1]) for c in courses]
+    return (
+        "A rule that stops at its first fall, on public validation images, leaves"
+        f" {np.mean(left):.0f} % of the budget and changes F1 there by"
+        f" {signed(float(np.mean(cost)))} ({signed(min(cost))} to {signed(max(cost))})."
+    )
 
 
 def overhead_view(grid: Grid, results: Results) -> StudyView:
@@ -330,7 +360,7 @@ def _view(
     said: str,
     tables: Sequence[Table],
     sentences: Sequence[str],
-    overview: Table | None = None,
+    overviews: Sequence[Table | None] = (),
 ) -> StudyView:
     there = sum(len(s.cells) for s in series)
     return StudyView(
@@ -343,7 +373,7 @@ def _view(
         there,
         len(grid.cells),
         tuple(series),
-        overview,
+        tuple(table for table in overviews if table is not None),
     )
 
 

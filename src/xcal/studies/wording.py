@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xcal.studies.analysis import Place, Series, interval
+from xcal.studies.analysis import Place, Series, interval, signed
 from xcal.studies.paper import printed
-from xcal.studies.statistics import Difference, Summary
+from xcal.studies.statistics import Difference, Summary, summarise
 
 NOTHING = "–"
 
@@ -45,6 +46,16 @@ def difference(d: Difference | None) -> str:
     return f"{interval(d)} {d.wins}:{d.losses}"
 
 
+def by_seed(differences: Sequence[float]) -> str:
+    """Mean and deviation over seeds, wins and losses; no interval, and so no verdict."""
+    if not differences:
+        return NOTHING
+    found = summarise(differences)
+    spread = "" if found.deviation is None else f" ± {found.deviation:.3f}"
+    ahead, behind = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return f"{signed(found.mean)}{spread} {ahead}:{behind}"
+
+
 def verdict(d: Difference | None) -> str:
     return NOTHING if d is None else d.verdict
 
@@ -77,4 +88,8 @@ def where(place: Place) -> str:
 COMPARED = (
     "Mean ± standard deviation over (n) seeds. Differences are paired by seed and partition, with"
     " a 95 % interval that resamples seeds and whole groups, and wins:losses by seed."
+)
+NO_VERDICT = (
+    "AUROC (one class against the rest, mean) needs no threshold; its differences are mean ±"
+    " deviation over seeds, not resampled, and get no verdict."
 )
