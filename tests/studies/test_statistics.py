@@ -7,9 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcal.explain.classification import macro_f1
-from xcal.studies.statistics import compare, group_weights, macro_f1_of_counts, summarise
-from xcal.studies.store import ROAD_STEP, CellResult, TestSet, pack, unpack
+from xcal.explain.classification import auroc, macro_f1
+from xcal.studies.statistics import (
+    compare,
+    group_weights,
+    macro_f1_of_counts,
+    summarise,
+    weighted_auroc,
+)
+from xcal.studies.store import ROAD_STEP, CellResult, TestSet, pack, rank_images, unpack
 
 
 def pictures(groups: int = 40, each: int = 5, classes: int = 4) -> TestSet:
@@ -48,6 +54,58 @@ def test_macro_f1_is_the_one_of_the_metrics() -> None:
         counts = np.zeros((4, 4))
         np.add.at(counts, (labels, answers), 1)
         assert macro_f1_of_counts(counts) == pytest.approx(macro_f1(labels, answers, 4))
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_auroc_of_kept_ranks_is_the_one_of_the_metrics(classes: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        labels = rng.integers(0, classes, 60)
+        scores = rng.integers(1, 9, (60, classes)).astype(float)  # many ties
+        if classes == 2:
+            scores[:, 0] = 10 - scores[:, 1]  # as two probabilities are
+        scores /= scores.sum(axis=1, keepdims=True)
+        ranks = rank_images(scores)
+        assert ranks.dtype == np.uint16 and len(ranks) == (1 if classes == 2 else classes)
+        even = np.ones((1, 60))
+        found = [
+            weighted_auroc(row, labels == k, even)[0]
+            for row, k in zip(ranks, [1] if classes == 2 else range(classes), strict=True)
+        ]
+        assert np.mean(found) == pytest.approx(auroc(labels, scores))
+
+
+def test_a_weight_counts_an_image_so_often() -> None:
+    rng = np.random.default_rng(1)
+    ranks, positive = rng.integers(0, 9, 30), rng.random(30) < 0.4
+    weights = rng.integers(0, 4, 30)
+    often = np.repeat(np.arange(30), weights)
+    found = weighted_auroc(ranks, positive, weights[None].astype(float))
+    again = weighted_auroc(ranks[often], positive[often], np.ones((1, len(often))))
+    assert found == pytest.approx(again)
+
+
+def test_ranks_tell_models_apart_that_give_one_class_to_all() -> None:
+    test, rng = pictures(classes=2), np.random.default_rng(2)
+    one_class = np.zeros(len(test.labels), dtype=np.uint8)
+
+    def ranked(noise: float) -> CellResult:
+        """All far from the threshold, but some of the class a little less so."""
+        chance = 0.1 + 0.01 * (test.labels + noise * rng.normal(size=len(test.labels)))
+        both = np.stack([1 - chance, chance], axis=1)
+        values = {
+            "predicted": pack(one_class),
+            "macro_f1": float(macro_f1(test.labels, one_class, 2)),
+            "auroc": float(auroc(test.labels, both)),
+            "ranks": pack(rank_images(both)),
+        }
+        return CellResult(values)
+
+    sharp, dull = [ranked(0.5) for _ in range(3)], [ranked(2.0) for _ in range(3)]
+    assert compare(sharp, dull, test).verdict == "no difference shown"
+    found = compare(sharp, dull, test, "auroc")
+    assert found.verdict == "better" and found.low < found.mean < found.high
+    assert compare(dull, sharp, test, "auroc").mean == pytest.approx(-found.mean)
 
 
 def test_every_draw_holds_as_many_groups_of_each_class() -> None:

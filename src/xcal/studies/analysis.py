@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ class Series:
     def name(self) -> str:
         return f"{self.method}, {self.variant}" if self.variant else self.method
 
-    def summary(self, measure: Measure | Literal["auroc"]) -> Summary | None:
+    def summary(self, measure: Measure) -> Summary | None:
         values = [
             c.values[measure] for c in self.cells.values() if c.values.get(measure) is not None
         ]
@@ -62,7 +62,8 @@ class Comparison:
     reference: Series
     f1: Difference
     road: Difference | None
-    auroc: tuple[float, ...] = ()  # ours minus the reference's, seed by seed
+    auroc_by_seed: tuple[float, ...] = ()
+    auroc: Difference | None = None  # where both kept how they rank the test images
 
 
 def place_of(cell: Cell) -> Place:
@@ -119,8 +120,11 @@ def against(ours: Series, reference: Series | None, results: Results) -> Compari
         (one.values.get("auroc"), other.values.get("auroc"))
         for one, other in zip(a, b, strict=True)
     ]
-    auroc = tuple(x - y for x, y in both if x is not None and y is not None)
-    return Comparison(ours, reference, compare(a, b, test), road, auroc)
+    by_seed = tuple(x - y for x, y in both if x is not None and y is not None)
+    auroc = None
+    if len(by_seed) == len(a) and all(c.ranks is not None for c in [*a, *b]):
+        auroc = compare(a, b, test, "auroc")
+    return Comparison(ours, reference, compare(a, b, test), road, by_seed, auroc)
 
 
 # --- sentences ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from xcal.federation.local import run_experiment
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.models.registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
-from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack
+from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 
 DIVERGED = "Training diverged"
 PANEL_IMAGES = 4
@@ -170,9 +170,11 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
     device = experiment.device
     model.to(device).eval()
     test = data.test
+    predicted, probabilities = _answers(folder)
     values: dict[str, Any] = {
         "test_set": test_set_of(federation).name,
-        "predicted": pack(_predicted(folder).astype(np.uint8)),
+        "predicted": pack(predicted.astype(np.uint8)),
+        "ranks": pack(rank_images(probabilities)),
     }
     if explained == 0:
         return values
@@ -190,11 +192,10 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
     return values
 
 
-def _predicted(folder: RunFolder) -> NDArray[np.int64]:
-    """The class the finished run gave each test image."""
+def _answers(folder: RunFolder) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The class the finished run gave each test image, and the probabilities of all classes."""
     with np.load(folder.path / "predictions.npz") as found:
-        predicted: NDArray[np.int64] = found["predicted"]
-    return predicted
+        return found["predicted"], found["probabilities"]
 
 
 def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArray[np.int64]:

@@ -46,7 +46,7 @@ def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
     rows = []
     for method in _rivals(comparisons):
         own = [c for c in comparisons if c.series.method == method]
-        ranks = [d for c in own for d in c.auroc]
+        ranks = [d for c in own for d in c.auroc_by_seed]
         roads = [c.road for c in own if c.road is not None]
         rows.append(
             (
@@ -177,7 +177,7 @@ def _in_auroc(found: Sequence[Comparison]) -> str:
     return _spread(
         [
             (float(np.mean(d)), len(d), sum(x > 0 for x in d), sum(x < 0 for x in d))
-            for d in (c.auroc for c in found)
+            for d in (c.auroc_by_seed for c in found)
             if d
         ]
     )

@@ -21,7 +21,7 @@ from scipy import stats
 
 from xcal.studies.store import CellResult, TestSet
 
-Measure = Literal["macro_f1", "road"]
+Measure = Literal["macro_f1", "road", "auroc"]
 FloatArray = NDArray[np.float64]
 
 DRAWS = 2000
@@ -110,6 +110,40 @@ def _road_draws(result: CellResult, test: TestSet, weights: FloatArray) -> Float
     return drawn
 
 
+def weighted_auroc(
+    ranks: NDArray[np.int64], positive: NDArray[np.bool_], weights: FloatArray
+) -> FloatArray:
+    """How likely one of the class outranks one of the others, ties half; `weights` (draws, N)."""
+    order = np.argsort(ranks, kind="stable")
+    ranks, positive, weights = ranks[order], positive[order], weights[:, order]
+    others = np.cumsum(np.where(positive, 0.0, weights), axis=1)
+    others = np.concatenate([np.zeros((len(others), 1)), others], axis=1)
+    first, last = (np.searchsorted(ranks, ranks, side=side) for side in ("left", "right"))
+    below = (others[:, first] + others[:, last]) / 2  # weight of the others below, ties half
+    hits = np.where(positive, weights, 0.0)
+    total = hits.sum(axis=1) * others[:, -1]
+    found: FloatArray = (hits * below).sum(axis=1) / np.where(total > 0, total, np.nan)
+    return found
+
+
+def _auroc_draws(result: CellResult, test: TestSet, weights: FloatArray) -> FloatArray:
+    ranks = result.ranks
+    assert ranks is not None
+    classes = [1] if len(ranks) == 1 else range(len(ranks))
+    parts = []
+    for some in np.array_split(weights, max(1, weights.size // 1_000_000)):
+        each = some[:, test.groups]
+        by_class = [
+            weighted_auroc(row, test.labels == k, each)
+            for row, k in zip(ranks, classes, strict=True)
+        ]
+        parts.append(np.nanmean(by_class, axis=0))
+    return np.concatenate(parts)
+
+
+_DRAWS = {"macro_f1": _f1_draws, "road": _road_draws, "auroc": _auroc_draws}
+
+
 def seed_widening(seeds: int) -> float:
     """By what the bootstrap over so few seeds is too narrow."""
     t = float(stats.t.ppf(0.5 + CONFIDENCE / 2, seeds - 1))
@@ -129,7 +163,7 @@ def compare(
     """Ours minus theirs; the two lists hold the same seeds in the same order."""
     assert len(ours) == len(theirs) and ours
     weights = group_weights(test, draws, seed)
-    each = _f1_draws if measure == "macro_f1" else _road_draws
+    each = _DRAWS[measure]
     drawn = np.stack(
         [each(a, test, weights) - each(b, test, weights) for a, b in zip(ours, theirs, strict=True)]
     )  # (seeds, draws)

@@ -37,10 +37,10 @@ from xcal.studies.statistics import summarise
 from xcal.studies.store import Results
 from xcal.studies.wording import (
     COMPARED,
-    NO_VERDICT,
     NOTHING,
+    RANKED,
     Table,
-    by_seed,
+    auroc_difference,
     difference,
     epsilon_text,
     figure,
@@ -110,12 +110,12 @@ def comparison_table(
             difference(road),
             verdict(road),
             figure(one.summary("auroc")),
-            by_seed(() if made is None else made.auroc),
+            auroc_difference(made),
         ]
         if with_paper:
             row += [printed_text(one, "macro_f1", 3), printed_text(one, "road", 1)]
         rows.append(tuple(row))
-    return Table(title, tuple(head), tuple(rows), f"{COMPARED} {NO_VERDICT}")
+    return Table(title, tuple(head), tuple(rows), f"{COMPARED} {RANKED}")
 
 
 def _by_place(series: Sequence[Series]) -> dict[tuple[str, str, int, str, str], list[Series]]:
@@ -187,14 +187,14 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
                     difference(to_static.f1 if to_static else None),
                     figure(one.summary("road")),
                     difference(to_default.road if to_default else None),
-                    by_seed(to_default.auroc if to_default else ()),
-                    by_seed(to_static.auroc if to_static else ()),
+                    auroc_difference(to_default),
+                    auroc_difference(to_static),
                 )
             )
         title = f"{where(place)}, ε = {epsilon_text(place.epsilon)}"
         head = ["variant", "macro F1", "F1 − default", "F1 − static", "ROAD", "ROAD − default"]
         head += ["AUROC − default", "AUROC − static"]
-        tables.append(Table(title, tuple(head), tuple(rows), f"{COMPARED} {NO_VERDICT}"))
+        tables.append(Table(title, tuple(head), tuple(rows), f"{COMPARED} {RANKED}"))
     replaced = [c for c in all_to_default if c.series.variant.startswith("signal:")]
     enough = [c for c in replaced if c.f1.seeds >= 2]
     if not enough:

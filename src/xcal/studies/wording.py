@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xcal.studies.analysis import Place, Series, interval, signed
+from xcal.studies.analysis import Comparison, Place, Series, interval, signed
 from xcal.studies.paper import printed
 from xcal.studies.statistics import Difference, Summary, summarise
 
@@ -46,14 +45,17 @@ def difference(d: Difference | None) -> str:
     return f"{interval(d)} {d.wins}:{d.losses}"
 
 
-def by_seed(differences: Sequence[float]) -> str:
-    """Mean and deviation over seeds, wins and losses; no interval, and so no verdict."""
-    if not differences:
+def auroc_difference(found: Comparison | None) -> str:
+    """With interval and verdict where images' ranks were kept, else by seed and without."""
+    if found is None or not found.auroc_by_seed:
         return NOTHING
-    found = summarise(differences)
-    spread = "" if found.deviation is None else f" ± {found.deviation:.3f}"
-    ahead, behind = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return f"{signed(found.mean)}{spread} {ahead}:{behind}"
+    if found.auroc is not None:
+        shown = found.auroc.verdict in ("better", "worse")
+        return difference(found.auroc) + (f", {found.auroc.verdict}" if shown else "")
+    each = found.auroc_by_seed
+    over = summarise(each)
+    spread = "" if over.deviation is None else f" ± {over.deviation:.3f}"
+    return f"{signed(over.mean)}{spread} {sum(d > 0 for d in each)}:{sum(d < 0 for d in each)}"
 
 
 def verdict(d: Difference | None) -> str:
@@ -89,7 +91,8 @@ COMPARED = (
     "Mean ± standard deviation over (n) seeds. Differences are paired by seed and partition, with"
     " a 95 % interval that resamples seeds and whole groups, and wins:losses by seed."
 )
-NO_VERDICT = (
-    "AUROC (one class against the rest, mean) needs no threshold; its differences are mean ±"
-    " deviation over seeds, not resampled, and get no verdict."
+RANKED = (
+    "AUROC (one class against the rest, mean) needs no threshold. Its differences have an interval"
+    " where the cells kept how they rank the test images; else they are mean ± deviation over seeds"
+    " and get no verdict."
 )
