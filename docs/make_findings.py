@@ -1,7 +1,8 @@
 """Fills the generated parts of the pages below from the committed results; a test compares them.
 
 A part stands between `<!-- KIND: STUDY SCALE -->` and `<!-- end -->`. Its kind says how much:
-`answer`, `overview` (the answer and a table or two) or `results` (everything).
+`answer`, `overview` (the answer and a table or two), `short` (the shortest table) or `results`
+(everything).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from xcal.studies.store import Results
 from xcal.studies.tables import StudyView, view
 
 HERE = Path(__file__).parent
-PAGES = ("findings.md", "results.md")
+PAGES = ("findings.md", "results.md", "../README.md")
 PART = re.compile(
-    r"(<!-- (answer|overview|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (answer|overview|short|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
@@ -28,6 +29,8 @@ def _seen(study: str, scale: str) -> StudyView:
 
 def part(kind: str, study: str, scale: str) -> str:
     found = _seen(study, scale)
+    if kind == "short":
+        return found.overviews[-1].markdown()
     pieces = [found.answer]
     if kind == "overview":
         pieces += [table.markdown() for table in found.overviews]

@@ -46,40 +46,35 @@ def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
     rows = []
     for method in _rivals(comparisons):
         own = [c for c in comparisons if c.series.method == method]
-        ranks = [d for c in own for d in c.auroc_by_seed]
-        roads = [c.road for c in own if c.road is not None]
-        rows.append(
-            (
-                f"`{method}`",
-                *_record([(c.f1.mean, c.f1.seeds, c.f1.wins, c.f1.losses) for c in own]),
-                *_record([(d, 1, int(d > 0), int(d < 0)) for d in ranks]),
-                *_record([(d.mean, d.seeds, d.wins, d.losses) for d in roads]),
-            )
+        measures = (
+            [d for c in own for d in c.f1.each],
+            [d for c in own for d in c.auroc_by_seed],
+            [d for c in own if c.road is not None for d in c.road.each],
         )
+        rows.append((f"`{method}`", *(text for each in measures for text in _record(each))))
     if not rows:
         return None
     head = ["method"]
     for name in ("macro F1", "AUROC", "ROAD"):
         head += [f"{name} − static", "ahead:behind", "coin"]
     note = (
-        "Pairs of one seed, all places together; coin: how often a coin is as one-sided. AUROC (one"
-        " class against the rest, mean) needs no threshold: it tells models apart that give every"
-        " image the same class."
+        "Pairs of one seed, all places together: median difference, pairs ahead:behind; coin: how"
+        " often a coin is as one-sided. AUROC (one class against the rest, mean) needs no threshold:"
+        " it tells models apart that give every image the same class."
     )
     return Table("Over all pairs of runs", tuple(head), tuple(rows), note)
 
 
-def _record(found: Sequence[tuple[float, int, int, int]]) -> tuple[str, str, str]:
-    """Mean difference, wins and losses, and the probability of a coin as one-sided as that."""
-    pairs = sum(seeds for _, seeds, _, _ in found)
-    if not pairs:
+def _record(differences: Sequence[float]) -> tuple[str, str, str]:
+    """Their median, wins and losses, and the probability of a coin as one-sided as that."""
+    if not differences:
         return NOTHING, NOTHING, NOTHING
-    mean = sum(mean * seeds for mean, seeds, _, _ in found) / pairs
-    ahead, behind = sum(wins for *_, wins, _ in found), sum(losses for *_, losses in found)
+    middle = signed(float(np.median(differences)))
+    ahead, behind = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     if ahead + behind == 0:
-        return signed(mean), "0:0", NOTHING
+        return middle, "0:0", NOTHING
     chance = float(stats.binomtest(ahead, ahead + behind).pvalue)
-    return signed(mean), f"{ahead}:{behind}", "< 0.001" if chance < 0.001 else f"{chance:.3f}"
+    return middle, f"{ahead}:{behind}", "< 0.001" if chance < 0.001 else f"{chance:.3f}"
 
 
 def _rivals(comparisons: Sequence[Comparison]) -> list[str]:
@@ -162,32 +157,26 @@ def variants_overview(
         "AUROC − default",
     )
     note = (
-        "A place is a set, a network and an ε. Mean over all pairs of runs, the lowest and the"
-        " highest place in brackets, pairs of runs ahead:behind; shown: in how many places with two"
-        " seeds or more the interval of F1 excludes zero."
+        "A place is a set, a network and an ε. Median over all pairs of runs, the mean of the"
+        " lowest and of the highest place in brackets, pairs of runs ahead:behind; shown: in how"
+        " many places with two seeds or more the interval of F1 excludes zero."
     )
     return Table("All that was tried, over all places", head, tuple(rows), note)
 
 
 def _in_f1(found: Sequence[Comparison]) -> str:
-    return _spread([(c.f1.mean, c.f1.seeds, c.f1.wins, c.f1.losses) for c in found])
+    return _spread([c.f1.each for c in found])
 
 
 def _in_auroc(found: Sequence[Comparison]) -> str:
-    return _spread(
-        [
-            (float(np.mean(d)), len(d), sum(x > 0 for x in d), sum(x < 0 for x in d))
-            for d in (c.auroc_by_seed for c in found)
-            if d
-        ]
-    )
+    return _spread([c.auroc_by_seed for c in found if c.auroc_by_seed])
 
 
-def _spread(places: Sequence[tuple[float, int, int, int]]) -> str:
-    """Of (mean, seeds, wins, losses) of each place: mean, range over places, wins and losses."""
+def _spread(places: Sequence[Sequence[float]]) -> str:
+    """Median over all pairs, the range of the places' means, wins and losses."""
     if not places:
         return NOTHING
-    means = [mean for mean, *_ in places]
-    mean, record, _ = _record(places)
+    middle, record, _ = _record([d for each in places for d in each])
+    means = [float(np.mean(each)) for each in places]
     between = f" ({signed(min(means))} to {signed(max(means))})" if len(places) > 1 else ""
-    return f"{mean}{between} {record}"
+    return f"{middle}{between} {record}"

@@ -47,6 +47,7 @@ class Difference:
     high: float
     wins: int
     losses: int
+    each: tuple[float, ...] = ()  # seed by seed
 
     @property
     def verdict(self) -> str:
@@ -188,4 +189,5 @@ def compare(
         float(high),
         int((exact > 0).sum()),
         int((exact < 0).sum()),
+        tuple(exact.tolist()),
     )
