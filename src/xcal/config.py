@@ -197,7 +197,7 @@ class Experiment(BaseModel):
         0, description="torch threads; 0 takes all cores"
     )
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
-    pass_rows: Annotated[int, Field(ge=0)] | None = Field(
+    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None,
         description="images in every pass, filled up; 0: as many as are drawn; by default 32 where"
         " noise is secure, else 0",

@@ -37,10 +37,8 @@ def closed_form_maps(features: Tensor, head_weight: Tensor, classes: Tensor) -> 
     `features` is (N, C, H, W), `head_weight` (classes, C). Exact where global average pooling
     and one linear layer follow the features.
     """
-    n, _, height, width = features.shape
-    weights = head_weight[classes] / (height * width)
-    maps = torch.bmm(weights.unsqueeze(1), features.flatten(2))
-    return maps.view(n, height, width).relu_()
+    height, width = features.shape[2:]
+    return _weighed(features, head_weight[classes] / (height * width))
 
 
 def gradcam_maps(
@@ -186,9 +184,16 @@ def _maps_from_gradients(features: Tensor, gradients: Tensor, method: MapMethod)
         denominator = 2 * squared + mass * gradients * squared
         share = torch.where(denominator != 0, squared / denominator, 0)
         weights = (share * gradients.relu()).sum(dim=(2, 3))
-    n, _, height, width = features.shape
-    maps = torch.bmm(weights.unsqueeze(1), features.flatten(2))
-    return maps.view(n, height, width).relu_()
+    return _weighed(features, weights)
+
+
+def _weighed(features: Tensor, weights: Tensor) -> Tensor:
+    """relu(Σ_c w_c A_c), (N, H, W), of features (N, C, H, W) and weights (N, C).
+
+    Not by a product of matrices: a library rounds its odd cells by where an image lies in memory,
+    and so by its place among the others.
+    """
+    return (weights[:, :, None, None] * features).sum(dim=1).relu_()
 
 
 def _forward_capturing(

@@ -30,14 +30,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def filled_up(values: Tensor, rows: int) -> Tensor:
-    """At least `rows` of them: copies of the first stand behind the others.
+    """Exactly `rows` of them, in memory of their own: copies of the first stand behind the others.
 
-    A copy is finite where the first is, so that nothing times it is nothing.
+    A copy is finite where the first is, so that nothing times it is nothing. In new memory also
+    where none is missing: how numbers are rounded may depend on where they lie. With 0 `rows` they
+    stay as they are.
     """
-    missing = rows - len(values)
-    if missing <= 0:
+    if not rows:
         return values
-    return torch.cat([values, values[:1].expand(missing, *values.shape[1:])])
+    return torch.cat([values, values[:1].expand(rows - len(values), *values.shape[1:])])
 
 
 def predict_logits(model: nn.Module, images: Tensor, *, batch_size: int = 256) -> Tensor:

@@ -60,7 +60,7 @@ class HomeTable(BaseModel):
     device: Literal["cpu", "cuda"] = Field("cpu", description="where this client computes")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="0 takes all cores")
     chunk: Annotated[int, Field(ge=1)] = Field(256, description="images processed at once")
-    pass_rows: Annotated[int, Field(ge=0)] | None = Field(
+    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None,
         description="images in every pass, filled up; 0: as many as are drawn, which lets a server"
         " use how numbers are rounded; by default 32, for a trial 0",

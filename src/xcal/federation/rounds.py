@@ -26,7 +26,7 @@ from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Head, RunTerms
-from xcal.training.clipping import rows_apart
+from xcal.training.clipping import kept_alike, rows_apart
 from xcal.training.local import (
     Bench,
     Optimiser,
@@ -212,7 +212,7 @@ def _train(
             f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused.",
         )
     model = site.build_model()
-    rows = _rows(model, experiment) if clips_units(method) else 0
+    rows, keep_mb = _passes(model, experiment) if clips_units(method) else (0, experiment.keep_mb)
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     if site.admit is not None:  # once more, now that no other run can reserve in between
         site.admit(request.run, plan, ledger.runs.values())
@@ -232,8 +232,8 @@ def _train(
     optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
     tail = StepAverage(model, steps, experiment.average_steps)
-    split = _worth_keeping(site, model, method, experiment.keep_mb)
-    kept = site.data.keep_activations(split, experiment.keep_mb, rows)
+    split = _worth_keeping(site, model, method, keep_mb)
+    kept = site.data.keep_activations(split, keep_mb, rows)
     state = method.load_state(previous["state"] if previous else None)
     state = method.begin_round(state)
     trace: list[StepRecord] = []
@@ -297,10 +297,14 @@ def _train(
     return reply
 
 
-def _rows(model: nn.Module, experiment: Experiment) -> int:
-    """Images in every pass, so that nobody's numbers depend on who else was drawn; 0: any."""
-    size = min(experiment.rows, experiment.chunk)
-    return rows_apart(model, (3, experiment.pixels, experiment.pixels), size)
+def _passes(model: nn.Module, experiment: Experiment) -> tuple[int, int]:
+    """Images in every pass (0: any number), and megabytes for what a frozen beginning makes.
+
+    So that nobody's numbers depend on who else was drawn, or on how many images others have.
+    """
+    image = (3, experiment.pixels, experiment.pixels)
+    rows = rows_apart(model, image, min(experiment.rows, experiment.chunk))
+    return rows, experiment.keep_mb if kept_alike(model, image, rows) else 0
 
 
 def _worth_keeping(site: Site, model: nn.Module, method: Method, megabytes: int) -> Split | None:

@@ -13,6 +13,15 @@ from __future__ import annotations
 
 from xcal.training.clipping.engine import ClippedSum, ClippingEngine, joined
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
-from xcal.training.clipping.passes import rows_apart
+from xcal.training.clipping.passes import kept_alike, rows_apart
 
-__all__ = ["PLAIN", "Bound", "ClippedSum", "ClippingEngine", "Geometry", "joined", "rows_apart"]
+__all__ = [
+    "PLAIN",
+    "Bound",
+    "ClippedSum",
+    "ClippingEngine",
+    "Geometry",
+    "joined",
+    "kept_alike",
+    "rows_apart",
+]

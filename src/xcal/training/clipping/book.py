@@ -168,7 +168,9 @@ class Book:
     def _pair_norms(self, pair: _Pair, image_ids: Tensor) -> Tensor:
         pixels = image_ids.shape[1] * pair.x.shape[2] * pair.x.shape[3]
         if self.units.of_image is None:
-            squared = gram_squared_norms(pair.g.unsqueeze(1), pair.x.unsqueeze(1), pair.shape)
+            squared = gram_squared_norms(
+                pair.g.unsqueeze(1), pair.x.unsqueeze(1), pair.shape, alike=self.units.alike
+            )
         elif pixels**2 <= math.prod(pair.shape.weight_shape):
             squared = gram_squared_norms(pair.g[image_ids], pair.x[image_ids], pair.shape)
         else:

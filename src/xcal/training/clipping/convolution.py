@@ -131,7 +131,7 @@ def gram_is_cheaper(g: Tensor, x: Tensor, shape: ConvShape) -> bool:
     return gram < _TOUCHES * math.prod(shape.weight_shape)
 
 
-def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
+def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape, *, alike: bool = False) -> Tensor:
     """Upper bounds, tight to rounding, of units' squared weight-gradient norms, in float64.
 
     `g` is (U, m, O, Ho, Wo) and `x` is (U, m, I, H, W): U units of m images each. The weight
@@ -140,7 +140,8 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     mean those terms cancel, and rounding may hide the norm: with R = sum_p |g_p| |a_p|, inner
     products of n numbers are wrong by up to n eps/2 of R^2, and weights can be chosen so that all
     roundings go the same way. So the products are formed in float64 wherever float32 leaves a doubt
-    that counts.
+    that counts; of one unit after the other where units are to be measured `alike`, to the bit,
+    however many others are in doubt.
     """
     images = g.shape[1]
     if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
@@ -149,14 +150,16 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
     outer, inner = _out_gram(g), _patch_gram(x, shape)
     squared, reach = _norms_from_grams(outer, inner)
     summands = g.shape[2] + x.shape[2] + math.prod(shape.kernel) + 8
-    # Each unit by itself: how another one is measured must not depend on it.
+    # Each unit by itself: whether another one is measured so must not depend on it.
     badly = summands * unit * reach > _DOUBT * squared
     # A square of a small number underflows, at one pixel or at all of them, and hides a norm that
     # a huge factor makes large. In float64 no square of a float32 does, nor a product of two.
     badly |= ~(_well_scaled(outer) & _well_scaled(inner))
-    if badly.any():
-        exact = _out_gram(g[badly].double()), _patch_gram(x[badly].double(), shape)
-        squared[badly], reach[badly] = _norms_from_grams(*exact)
+    doubtful = badly.nonzero().flatten()
+    at_once = 1 if alike else max(len(doubtful), 1)
+    for ids in torch.split(doubtful, at_once) if len(doubtful) else ():
+        exact = _out_gram(g[ids].double()), _patch_gram(x[ids].double(), shape)
+        squared[ids], reach[ids] = _norms_from_grams(*exact)
     return torch.maximum(squared, _hidden(outer.shape[1], unit) * reach)
 
 
