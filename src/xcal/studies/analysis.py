@@ -185,7 +185,10 @@ def answer(comparisons: Sequence[Comparison], what: str) -> str:
     if not said:
         return f"No comparison {what} has the two seeds that a verdict needs yet."
     verdicts = [c.f1.verdict for c in said]
-    roads = [c.road.verdict for c in said if c.road is not None]
+    others = {
+        "AUROC": [c.auroc.verdict for c in said if c.auroc is not None],
+        "ROAD": [c.road.verdict for c in said if c.road is not None],
+    }
 
     def count(words: Sequence[str]) -> str:
         better, worse = words.count("better"), words.count("worse")
@@ -194,7 +197,9 @@ def answer(comparisons: Sequence[Comparison], what: str) -> str:
 
     comparisons_text = f"{len(said)} comparison{'s' if len(said) > 1 else ''}"
     text = f"In {comparisons_text} {what}: macro F1 {count(verdicts)}"
-    return text + (f"; ROAD {count(roads)}." if roads else ".")
+    for name, words in others.items():
+        text += f"; {name} {count(words)}" if words else ""
+    return text + "."
 
 
 # --- efficiency -----------------------------------------------------------------------------------
