@@ -59,8 +59,9 @@ def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
         head += [f"{name} − static", "ahead:behind", "coin"]
     note = (
         "Pairs of one seed, all places together: median difference, pairs ahead:behind; coin: how"
-        " often a coin is as one-sided. AUROC (one class against the rest, mean) needs no"
-        " threshold: it tells models apart that give every image the same class."
+        " often a coin is as one-sided, a hint and no test, since pairs share their test images."
+        " AUROC (one class against the rest, mean) needs no threshold: it tells models apart that"
+        " give every image the same class."
     )
     return Table("Over all pairs of runs", tuple(head), tuple(rows), note)
 
