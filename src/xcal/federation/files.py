@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -79,15 +80,20 @@ def read_json(path: Path) -> Any:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, sync: bool = True
 ) -> None:
-    """Tensors and a JSON description in one file."""
+    """Tensors, a JSON description and a checksum over both in one file."""
     from safetensors.torch import save as tensors_to_bytes
 
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    write_bytes(path, tensors_to_bytes(plain, {"about": json.dumps(about)}), sync=sync)
+    text = json.dumps(about)
+    metadata = {"about": text, "sha256": _checksum(plain, text)}
+    write_bytes(path, tensors_to_bytes(plain, metadata), sync=sync)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """What `write_tensors` wrote; None where there is no file or it cannot be read."""
+    """What `write_tensors` wrote; None where there is no file or it is damaged, be it by a bit.
+
+    A file without a checksum, as versions before this one wrote it, is taken as it is.
+    """
     from safetensors.torch import load as bytes_to_tensors
 
     try:
@@ -96,9 +102,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         content = path.read_bytes()
         tensors = bytes_to_tensors(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return dict(sorted(tensors.items())), json.loads(header["__metadata__"]["about"])
+        metadata = header["__metadata__"]
+        expected = metadata.get("sha256")
+        if expected is not None and expected != _checksum(tensors, metadata["about"]):
+            return None
+        return dict(sorted(tensors.items())), json.loads(metadata["about"])
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError):
         return None
+
+
+def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    """Of values, names and description, whatever the order in which a file has them."""
+    from xcal.training.local import digest_tensors
+
+    return hashlib.sha256(
+        f"{digest_tensors(sorted(tensors.items()))}\n{about}".encode()
+    ).hexdigest()
 
 
 def lock_folder(folder: Path) -> int:
