@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from xcal.config import make_experiment
+from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.files import write_json
 from xcal.federation.folder import RunFolder, command, commit, versions
 from xcal.federation.local import run_experiment
 from xcal.federation.messages import Reply, decode_request, encode_reply
-from xcal.federation.rounds import ClientReport, RoundReply
 from xcal.federation.setup import prepare_remote
 
 RESULTS = Path(__file__).parent / "results"

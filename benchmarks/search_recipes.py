@@ -33,8 +33,9 @@ from xcal.data.sampling import to_tensor
 from xcal.explain.classification import macro_f1
 from xcal.federation.aggregation import Mean, averaged, server_round
 from xcal.federation.constants import with_constants
+from xcal.federation.exchange import RoundRequest, load_weights
 from xcal.federation.folder import command, commit
-from xcal.federation.rounds import RoundRequest, client_round, load_weights
+from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.site import Site, keep_freed_memory
 from xcal.models.registry import build_network

@@ -19,8 +19,8 @@ import torch
 import xcal
 from support import TINY
 from xcal.federation.aggregation import Mean, Median, TrimmedMean, server_round
+from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.files import read_tensors
-from xcal.federation.rounds import ClientReport, RoundReply
 from xcal.methods import agp
 from xcal.privacy.calibration import PlanShape, plan_static
 from xcal.privacy.ledger_rows import RunTerms

@@ -14,8 +14,9 @@ from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, server_rule
+from xcal.federation.exchange import RoundReply, RoundRequest, Weights
 from xcal.federation.folder import RunFolder
-from xcal.federation.rounds import RoundReply, RoundRequest, Weights, client_round
+from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.site import Site
 from xcal.methods.base import CentralMethod

@@ -20,9 +20,10 @@ import xcal
 from support import TINY, sets, xcal_environment
 from xcal.config import make_experiment
 from xcal.errors import UserError
-from xcal.federation import local, rounds
+from xcal.federation import local
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
+from xcal.federation.memory import RunMemory
 from xcal.privacy.account import Account
 from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
@@ -30,9 +31,9 @@ from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 PLACES: dict[str, tuple[Any, str, bool]] = {
     "before-charge": (Account, "pay", True),
     "after-charge": (Account, "pay", False),
-    "before-progress": (rounds, "_save_progress", True),
-    "after-progress": (rounds, "_save_progress", False),
-    "after-reply": (rounds, "_save_reply", False),
+    "before-progress": (RunMemory, "save_progress", True),
+    "after-progress": (RunMemory, "save_progress", False),
+    "after-reply": (RunMemory, "save_reply", False),
     "before-checkpoint": (RunFolder, "save_checkpoint", True),
     "after-checkpoint": (RunFolder, "save_checkpoint", False),
     "before-result": (local, "_finish", True),
@@ -149,8 +150,9 @@ def test_other_inputs_under_the_same_noise_are_refused(tmp_path: Path) -> None:
     keys = {**TINY, "method": "fl-dp"}
     die("before-checkpoint", 1, tmp_path / "run", keys)
     # Forget the saved replies and change what the steps are made of: the noise must not be reused.
-    for reply in (tmp_path / "run" / "clients").glob("*/runs/*/reply.safetensors"):
-        reply.unlink()
+    for name in ("reply.safetensors", "begun.json"):
+        for kept in (tmp_path / "run" / "clients").glob(f"*/runs/*/{name}"):
+            kept.unlink()
     path, about = tmp_path / "run" / "experiment.toml", tmp_path / "run" / "run.json"
     original = path.read_text()
     path.write_text(original.replace("clip = 1.0", "clip = 2.0"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from support import ROOT, TINY, tiny_home
 from wire import a_request, ask, changed
 from xcal.config import KEYS, make_experiment
+from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.messages import (
     LOCAL_KEYS,
@@ -18,7 +19,6 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.federation.refusals import CODES
-from xcal.federation.rounds import ClientReport, RoundReply
 from xcal.training.local import StepRecord
 
 EXPLAINED = {f.name: f for f in INVENTORY}

@@ -13,9 +13,10 @@ from fuzzing import LONG, one_sentence, within
 from support import TINY
 from xcal.config import KEYS, Experiment, make_experiment, parse_set, to_toml
 from xcal.errors import UserError
+from xcal.federation.exchange import RoundRequest
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import _make_sites
-from xcal.federation.rounds import RoundRequest, client_round
+from xcal.federation.rounds import client_round
 from xcal.federation.setup import prepare
 from xcal.methods.registry import METHODS as CLIENT_METHODS
 from xcal.models.registry import build_network

@@ -15,15 +15,9 @@ from support import TINY, make_sites
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.aggregation import Mean, Median, ServerRule, TrimmedMean, server_round
+from xcal.federation.exchange import ClientReport, RoundReply, RoundRequest, Weights, load_weights
 from xcal.federation.folder import RunFolder
-from xcal.federation.rounds import (
-    ClientReport,
-    RoundReply,
-    RoundRequest,
-    Weights,
-    client_round,
-    load_weights,
-)
+from xcal.federation.rounds import client_round
 from xcal.federation.setup import prepare
 from xcal.training.evaluate import predict
 from xcal.training.local import trainable

@@ -7,10 +7,11 @@ import os
 import threading
 import time
 
+import pytest
 import torch
 
 from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.noise import NoiseKey
+from xcal.privacy.noise import NoiseKey, SecureNoise
 
 KEY = NoiseKey("c", "m", 0, 0, "gradient")
 
@@ -67,3 +68,19 @@ def test_a_child_takes_nothing_its_parent_prepared():
     noise.close()
     assert len(theirs) == 64
     assert int(torch.isin(theirs, ours).sum()) < 8
+
+
+def test_a_thread_that_fails_says_so_instead_of_waiting_for_ever(monkeypatch):
+    def fail(self, key, count):
+        raise MemoryError("no room")
+
+    source = SecureNoiseAhead()
+    monkeypatch.setattr(SecureNoise, "normals", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="could not be prepared") as told:
+            source.normals(KEY, 5)
+        assert isinstance(told.value.__cause__, MemoryError)
+    source.close()
+    monkeypatch.undo()
+    assert len(source.normals(KEY, 5)) == 5
+    source.close()

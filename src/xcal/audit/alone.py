@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.errors import UserError
-from xcal.federation.rounds import RoundRequest, Weights, client_round
+from xcal.federation.exchange import RoundRequest, Weights
+from xcal.federation.rounds import client_round
 from xcal.federation.site import Site
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network

@@ -22,7 +22,7 @@ from xcal.audit.reading import mixture_ratio
 from xcal.config import Experiment
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, check_rule, server_rule
-from xcal.federation.rounds import ClientReport, RoundReply, Weights
+from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.methods.base import CentralMethod
 from xcal.models.registry import build_network
 from xcal.privacy.ledger_rows import charges_of, read_rows

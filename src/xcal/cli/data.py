@@ -32,7 +32,7 @@ def import_command(
     from xcal.data.describe import show_dataset
     from xcal.data.importing import import_dataset
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     with Progress(console=console, transient=True) as bar:
         tasks: list[Any] = []
 
@@ -78,7 +78,7 @@ def list_command() -> None:
         table.add_row(
             info.name, str(info.pixels), info.kind, str(len(info.classes)), *counts, info.group_name
         )
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 @app.command("show")

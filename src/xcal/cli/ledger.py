@@ -56,7 +56,7 @@ def show_command(
     """Show what was spent, by whom, and the last rows."""
     from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     for found in find_ledgers(path):
         lines = read_rows(found)
         terms = terms_of(lines)
@@ -117,6 +117,23 @@ def verify_command(
         raise typer.Exit(1)
 
 
+@app.command("backup")
+def backup_command(
+    path: Path = typer.Argument(..., help="A ledger or a client home."),
+    folder: Path = typer.Argument(..., help="Where the copy goes: best on another machine's disk."),
+) -> None:
+    """Copy a ledger and its head, whole, also while a client spends from it."""
+    from xcal.errors import UserError
+    from xcal.privacy.ledger_backup import back_up
+    from xcal.privacy.ledger_rows import find_ledgers
+
+    found = list(find_ledgers(path))
+    if len(found) != 1:
+        raise UserError(f"{path} has {len(found)} ledgers: name one client's.")
+    made = back_up(found[0], folder)
+    typer.echo(f"Copied {found[0]} to {folder}: {made.count} rows, head {made.hash[:12]}.")
+
+
 @app.command("analyse")
 def analyse_command(
     path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
@@ -139,9 +156,9 @@ def analyse_command(
         ]
         typer.echo(json.dumps({"shares": HOW_SHARED, "ledgers": values}, indent=2))
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     for ledger, life, runs in found:
-        console.print(f"[bold]{ledger}[/bold]: per {life['unit']}", highlight=False)
+        console.print(f"{ledger}: per {life['unit']}", style="bold", highlight=False)
         for one in runs:
             for line in _analysis_lines(one):
                 console.print(f"  {line}", highlight=False)

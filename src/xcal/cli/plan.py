@@ -76,7 +76,7 @@ def plan_command(
         value = getattr(made, key)
         shown = "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(key, shown, text)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(table)
     for warning in made.warnings:
         console.print(f"Beware: {warning}")

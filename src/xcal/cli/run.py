@@ -38,7 +38,7 @@ def run_command(
         raise UserError(f"Unknown engine {engine!r}.{nearest(engine, ENGINES)}")
     if engine == "flower" and find_spec("flwr") is None:
         raise UserError("The engine flower is not installed: pip install 'xcal-fl[flower]'.")
-    console = Console()
+    console = Console(markup=False, emoji=False)
     federation = None
     if resume is not None:
         if experiment is not None or sets or out is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xcal.config import Experiment
 from xcal.errors import UserError
-from xcal.federation.rounds import RoundReply, Weights
+from xcal.federation.exchange import RoundReply, Weights
 
 
 class ServerRule(Protocol):

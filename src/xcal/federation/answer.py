@@ -18,6 +18,7 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.errors import UserError
+from xcal.federation.exchange import ClientReport, RoundReply, RoundRequest, check_weights
 from xcal.federation.home import ClientHome, log_refusal
 from xcal.federation.messages import (
     Refusal,
@@ -31,14 +32,7 @@ from xcal.federation.messages import (
 )
 from xcal.federation.policy import admit_experiment, admit_plan, filtered
 from xcal.federation.refusals import Refused
-from xcal.federation.rounds import (
-    ClientReport,
-    OnStep,
-    RoundReply,
-    RoundRequest,
-    check_weights,
-    client_round,
-)
+from xcal.federation.rounds import OnStep, client_round
 from xcal.federation.setup import check_network
 from xcal.federation.site import keep_freed_memory, torch_threads
 from xcal.methods.base import CentralMethod, clips_units

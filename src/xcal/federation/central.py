@@ -19,8 +19,9 @@ import torch
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, plain_rule
+from xcal.federation.exchange import RoundReply, Weights
 from xcal.federation.files import write_bytes
-from xcal.federation.rounds import RoundReply, Weights, run_terms
+from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
 from xcal.privacy import ledger as ledgers
 from xcal.privacy.account import Account

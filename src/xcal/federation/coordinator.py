@@ -16,6 +16,7 @@ from torch import nn
 
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
+from xcal.federation.exchange import RoundReply, RoundRequest, Weights, check_weights, load_weights
 from xcal.federation.folder import RunFolder
 from xcal.federation.messages import (
     MAX_HEADER,
@@ -28,13 +29,6 @@ from xcal.federation.messages import (
 )
 from xcal.federation.outcome import measure_round, public_subset, write_preamble
 from xcal.federation.refusals import Refused
-from xcal.federation.rounds import (
-    RoundReply,
-    RoundRequest,
-    Weights,
-    check_weights,
-    load_weights,
-)
 from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
 from xcal.models.registry import build_network

@@ -47,10 +47,13 @@ def append_text(path: Path, text: str) -> None:
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines, without one that was cut off; none without a file."""
+def whole_lines(path: Path, *, strict: bool = True) -> list[dict[str, Any]]:
+    """The JSON objects of a file of lines, without one that was cut off; none without a file.
+
+    Not `strict`: bytes that are no text spoil their own line only.
+    """
     try:
-        text = path.read_text()
+        text = path.read_text(errors="strict" if strict else "replace")
     except FileNotFoundError:
         return []
     except (OSError, ValueError):

@@ -29,7 +29,7 @@ from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
 from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
-from xcal.federation.files import write_bytes
+from xcal.federation.files import whole_lines, write_bytes
 from xcal.federation.policy import Policy, admit_plan, read_policy, read_table
 from xcal.federation.setup import DATA_SEED, load_parts
 from xcal.federation.site import Site
@@ -230,9 +230,8 @@ class ClientHome:
 
     def refusals(self) -> list[dict[str, Any]]:
         """What this client refused, oldest first."""
-        path = self.path / "refusals.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        lines = whole_lines(self.path / "refusals.jsonl", strict=False)
+        return [line for line in lines if {"time", "code", "detail"} <= line.keys()]
 
 
 _LONGEST_DETAIL = 2000
@@ -240,8 +239,11 @@ _LONGEST_DETAIL = 2000
 
 def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
     """Write a refusal down where the owner finds it. Never fails: a full disk changes no answer."""
-    # Part of it may be the server's words: no more of them than a person would read.
-    told = detail if len(detail) <= _LONGEST_DETAIL else detail[:_LONGEST_DETAIL] + " …"
+    # Part of it may be the server's words: no more of them than a person would read. The end of a
+    # traceback says what it was.
+    half = _LONGEST_DETAIL // 2
+    long = len(detail) > _LONGEST_DETAIL
+    told = f"{detail[:half]} … {detail[-half:]}" if long else detail
     append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about})
 
 
@@ -262,22 +264,21 @@ def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> C
     for name in ("home.toml", "policy.toml", "ledger.sqlite"):
         if (path / name).exists():
             raise UserError(f"{path / name} exists already: a home is never replaced.")
+    terms = Terms(
+        about.population,
+        unit,
+        policy.epsilon_total,
+        policy.delta_total,
+        simulated=about.simulated,
+    )
+    ledger.check_terms(terms)  # before a file is written that would be in the way next time
     try:
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o700)
     except OSError as error:
         raise UserError(f"{path} cannot be created: {error.strerror}.") from error
     write_bytes(path / "policy.toml", commented(policy).encode())
-    ledger.create(
-        path / "ledger.sqlite",
-        Terms(
-            about.population,
-            unit,
-            policy.epsilon_total,
-            policy.delta_total,
-            simulated=about.simulated,
-        ),
-    )
+    ledger.create(path / "ledger.sqlite", terms)
     write_bytes(path / "home.toml", commented(about).encode())  # last: now it is a home
     return ClientHome.open(path)
 

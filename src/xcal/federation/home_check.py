@@ -8,9 +8,12 @@ from typing import Literal
 
 from xcal.data import catalog
 from xcal.errors import UserError
+from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
-from xcal.privacy.ledger_rows import read_rows, terms_of, verify
+from xcal.federation.site import remembered_head
+from xcal.privacy.ledger import check_clock
+from xcal.privacy.ledger_rows import check_head, read_rows, terms_of, verify
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -28,6 +31,7 @@ def check_home(home: ClientHome) -> list[Finding]:
     return [
         Finding("ok", "home.toml and policy.toml: in order"),
         *_ledger(home),
+        *_memory(home),
         *_data(home),
         *_policy(home),
         *_modes(home),
@@ -56,6 +60,28 @@ def _ledger(home: ClientHome) -> list[Finding]:
             Finding("problem", "the home is simulated, and its ledger protects a real population")
         )
     return checked
+
+
+def _memory(home: ClientHome) -> list[Finding]:
+    """What the home wrote down itself: a request would be refused for it."""
+    found = []
+    try:
+        check_clock(home.ledger_path)
+        remembered = remembered_head(home.path)
+        if remembered is not None and not check_head(read_rows(home.ledger_path), remembered).ok:
+            found.append(
+                Finding(
+                    "problem",
+                    f"the ledger is older than what this home remembers of it"
+                    f" ({remembered.count} rows): put the newest one back",
+                )
+            )
+    except UserError as error:
+        found.append(Finding("problem", str(error)))
+    for reply in sorted((home.path / "runs").glob("*/reply.safetensors")):
+        if read_tensors(reply) is None:
+            found.append(Finding("problem", f"{reply} is damaged: its run cannot go on without it"))
+    return found
 
 
 def _data(home: ClientHome) -> list[Finding]:

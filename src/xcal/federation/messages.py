@@ -23,8 +23,8 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
 from xcal.config import KEYS, Experiment
+from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.federation.refusals import CODES, Refused
-from xcal.federation.rounds import ClientReport, RoundReply, Weights
 from xcal.privacy.ledger_rows import Head
 from xcal.training.local import StepRecord, digest_tensors
 
@@ -275,7 +275,11 @@ def decode_request(data: bytes, limit: int) -> Request:
     )
     digest = found.digest("weights_hash")
     found.end()
-    if digest != digest_tensors(sorted(weights.items())):
+    try:
+        found_digest = digest_tensors(sorted(weights.items()))
+    except TypeError:  # such as bfloat16, in which no network here is trained
+        raise Refused("weights-mismatch", "The weights received are of a foreign type.") from None
+    if digest != found_digest:
         raise _malformed("its weights are not those of its hash")
     return request
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
+from xcal.federation.exchange import ClientReport
 from xcal.federation.refusals import Refused
-from xcal.federation.rounds import ClientReport
 from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger_rows import RunTerms, covers
 
@@ -50,6 +50,9 @@ class Policy(BaseModel):
         256 << 20, description="largest message in bytes"
     )
     max_steps: Annotated[int, Field(ge=1)] = Field(100_000, description="most steps of one run")
+    max_batch: Annotated[int, Field(ge=1)] = Field(
+        8192, description="most units that a step draws, on average"
+    )
     report: tuple[str, ...] = Field(
         REPORTABLE, description="what may be told beside weights, units and whether it halted"
     )
@@ -137,11 +140,16 @@ def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTe
                 code,
                 f"The run asks for {own:g}; earlier runs reserved {sum(rest):g} of {allowed:g}.",
             )
+    if plan.batch > policy.max_batch:
+        raise Refused(
+            "batch-too-large",
+            f"{plan.batch} units a step planned, {policy.max_batch} are allowed.",
+        )
     if plan.steps > policy.max_steps:
         raise Refused(
             "too-many-steps", f"{plan.steps} steps planned, {policy.max_steps} are allowed."
         )
-    lowest = min(s for s in (plan.sigma_min, plan.sigma_ref) if s is not None)
+    lowest = plan.sigma_joint_min
     if lowest < policy.sigma_min:
         raise Refused(
             "sigma-too-low",

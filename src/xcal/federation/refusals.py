@@ -22,6 +22,7 @@ CODES: dict[str, str] = {
     "delta-total": "all runs together would exceed the client's highest δ",
     "sigma-too-low": "a step would use less noise than the client's policy allows",
     "too-many-steps": "the run plans more steps than the client's policy allows",
+    "batch-too-large": "a step would draw more units than the client's policy allows",
     "no-guarantee": "the method has no guarantee, and this client's ledger carries a limit",
     "plan-refused": "no plan exists for this target with this client's declared units",
     "weights-mismatch": "names, shapes or types of the weights are not those of the network",

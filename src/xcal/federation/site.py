@@ -25,6 +25,24 @@ from xcal.privacy.noise import NoiseSource
 from xcal.training.clipping import ClippingEngine
 from xcal.training.local import LocalData, ReplayKey
 
+# Not in `runs/`, where a server chooses the names; nor named like the ledger's own files, with
+# which it would be put back.
+_REMEMBERED = "answered.json"
+
+
+def remembered_head(home: Path) -> Head | None:
+    """The newest head that a home answered with, as it wrote it down; None: it never did."""
+    path = home / _REMEMBERED
+    if not path.exists():
+        path = home / "runs" / "ledger.seen"  # where it was before
+        if not path.is_file():
+            return None
+    try:
+        found = read_json(path)
+        return Head(int(found["count"]), str(found["hash"]))
+    except (UserError, KeyError, TypeError, ValueError):
+        raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+
 
 @dataclass
 class Site:
@@ -57,22 +75,14 @@ class Site:
         return folder
 
     def remembered_head(self) -> Head | None:
-        """The ledger's head when this home last answered, whatever the run: kept beside it.
+        """The ledger's head when this home last answered, whatever the run.
 
         An older ledger that is put back, with its own head file, would forget what was released.
         """
-        path = self.home / "runs" / "ledger.seen"
-        if not path.exists():
-            return None
-        try:
-            found = read_json(path)
-            return Head(int(found["count"]), str(found["hash"]))
-        except (UserError, KeyError, TypeError, ValueError):
-            raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+        return remembered_head(self.home)
 
     def remember(self, head: Head) -> None:
-        (self.home / "runs").mkdir(exist_ok=True)
-        write_json(self.home / "runs" / "ledger.seen", {"count": head.count, "hash": head.hash})
+        write_json(self.home / _REMEMBERED, {"count": head.count, "hash": head.hash})
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         """Only seeded noise can be replayed, so only then inputs are compared."""

@@ -100,7 +100,7 @@ class Account:
 
         Raises `BudgetExhausted`, with nothing written, where run or population has no room left.
         """
-        if sigma < self._floor:
+        if sigma < self._floor * (1 - 1e-9):  # a plan at the very floor was admitted
             raise NoiseTooLow(
                 f"Step {step} of round {round_number} would use a multiplier of {sigma:.3g}, and"
                 f" {self._floor:g} is the lowest allowed here: nothing was charged or released."

@@ -33,7 +33,7 @@ class SecureNoiseAhead:
 
     def _forget(self) -> None:
         self._process = os.getpid()
-        self._ready: queue.Queue[Tensor] | None = None
+        self._ready: queue.Queue[Tensor | BaseException] | None = None
         self._rest = torch.empty(0)
         self._stop: weakref.finalize[..., SecureNoiseAhead] | None = None
 
@@ -47,7 +47,7 @@ class SecureNoiseAhead:
         filled = 0
         while filled < count:
             if not len(self._rest):
-                self._rest = self._ready.get()
+                self._rest = _next(self._ready)
             taken = min(count - filled, len(self._rest))
             out[filled : filled + taken] = self._rest[:taken]
             self._rest = self._rest[taken:]
@@ -67,10 +67,19 @@ class SecureNoiseAhead:
         self._forget()
 
 
-def _start(owner: SecureNoiseAhead, count: int) -> queue.Queue[Tensor]:
+def _next(ready: queue.Queue[Tensor | BaseException]) -> Tensor:
+    """The next block; what stopped the thread is raised here, and nobody waits for ever."""
+    block = ready.get()
+    if isinstance(block, BaseException):
+        ready.put(block)  # for whoever asks again: there is nobody who makes more
+        raise RuntimeError("the noise could not be prepared") from block
+    return block
+
+
+def _start(owner: SecureNoiseAhead, count: int) -> queue.Queue[Tensor | BaseException]:
     """A thread that fills a queue until the owner is closed or gone; it holds no owner."""
     size = min(max(count, 1), _BLOCK)
-    ready: queue.Queue[Tensor] = queue.Queue(maxsize=-(-max(count, 1) // size))
+    ready: queue.Queue[Tensor | BaseException] = queue.Queue(maxsize=-(-max(count, 1) // size))
     stopped = threading.Event()
     thread = threading.Thread(target=_prepare, args=(ready, stopped, size), daemon=True)
     owner._stop = weakref.finalize(owner, _end, thread, stopped)
@@ -78,16 +87,28 @@ def _start(owner: SecureNoiseAhead, count: int) -> queue.Queue[Tensor]:
     return ready
 
 
-def _prepare(ready: queue.Queue[Tensor], stopped: threading.Event, size: int) -> None:
-    source = SecureNoise()  # its own cipher stream: two threads never share one
-    while not stopped.is_set():
-        block = source.normals(_NO_KEY, size)
+def _prepare(
+    ready: queue.Queue[Tensor | BaseException], stopped: threading.Event, size: int
+) -> None:
+    try:
+        source = SecureNoise()  # its own cipher stream: two threads never share one
         while not stopped.is_set():
-            try:
-                ready.put(block, timeout=0.1)
-                break
-            except queue.Full:
-                continue
+            _hand_over(ready, stopped, source.normals(_NO_KEY, size))
+    except BaseException as error:
+        _hand_over(ready, stopped, error)
+
+
+def _hand_over(
+    ready: queue.Queue[Tensor | BaseException],
+    stopped: threading.Event,
+    block: Tensor | BaseException,
+) -> None:
+    while not stopped.is_set():
+        try:
+            ready.put(block, timeout=0.1)
+            return
+        except queue.Full:
+            continue
 
 
 def _end(thread: threading.Thread, stopped: threading.Event) -> None:

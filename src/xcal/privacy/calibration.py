@@ -16,6 +16,7 @@ from xcal.privacy.accounting import (
     cost_profile,
     epsilon_at,
     geometric_table,
+    joint_sigma,
 )
 
 SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
@@ -70,6 +71,14 @@ class Plan:
     @property
     def steps_per_round(self) -> int:
         return self.steps // self.rounds if self.rounds else 0
+
+    @property
+    def sigma_joint_min(self) -> float:
+        """Lowest multiplier of all that a first step may release together; what a floor is for."""
+        lowest = min(self.sigma_min, self.sigma_ref)
+        if self.epsilon_signal is not None:  # published: the signal's noise does not follow
+            return joint_sigma(lowest, self.sigma_signal or math.inf)
+        return lowest * self.sigma_static / self.sigma_ref
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

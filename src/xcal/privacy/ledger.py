@@ -66,8 +66,8 @@ CREATE TRIGGER no_delete BEFORE DELETE ON rows BEGIN SELECT RAISE(ABORT, 'append
 """
 
 
-def create(path: Path, terms: Terms) -> None:
-    """Make a new ledger. Refused where one stands, or once stood and is missing."""
+def check_terms(terms: Terms) -> None:
+    """Refuse, in one sentence, terms that no ledger can carry."""
     if terms.unit not in UNITS or terms.rule not in RULES:
         raise UserError(
             f"A ledger's unit is one of {', '.join(UNITS)} and its rule one of {', '.join(RULES)},"
@@ -78,11 +78,19 @@ def create(path: Path, terms: Terms) -> None:
     if terms.rule == "renyi":
         if terms.order is None or terms.epsilon is None or terms.delta is None:
             raise UserError("A ledger with the rule renyi needs epsilon, delta and --order A.")
-        if not terms.order > 1 or budget_at(terms.order, terms.epsilon, terms.delta) <= 0:
+        if (
+            not 1 < terms.order < math.inf
+            or budget_at(terms.order, terms.epsilon, terms.delta) <= 0
+        ):
             raise UserError(
                 f"Order {terms.order:g} leaves no budget for epsilon = {terms.epsilon:g} and"
                 f" delta = {terms.delta:g}: choose a larger order or epsilon."
             )
+
+
+def create(path: Path, terms: Terms) -> None:
+    """Make a new ledger. Refused where one stands, or once stood and is missing."""
+    check_terms(terms)
     if path.exists():
         raise refuse(path, "exists already: a ledger is never replaced.")
     head = read_head(path)
@@ -103,7 +111,7 @@ def create(path: Path, terms: Terms) -> None:
             connection.execute(
                 "INSERT INTO rows VALUES (1, 'create', ?, ?, ?)", (body, GENESIS, digest)
             )
-        _write_head(path, Head(1, digest))
+        write_head(path, Head(1, digest))
         os.replace(scratch, path)
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
@@ -112,7 +120,8 @@ def create(path: Path, terms: Terms) -> None:
         ) from error
 
 
-def _write_head(path: Path, head: Head) -> None:
+def write_head(path: Path, head: Head) -> None:
+    """Durably, the head file beside a ledger."""
     target = head_path(path)
     scratch = target.with_name(target.name + ".new")
     with open(scratch, "w") as file:
@@ -120,6 +129,27 @@ def _write_head(path: Path, head: Head) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, target)
+
+
+def check_clock(path: Path) -> None:
+    """Refuse a ledger that was written in what this machine takes for the future.
+
+    Nothing is computed from the time of day. But a clock that went back is what a machine
+    restored from an old image has, and its ledger may then be old as well: someone should look.
+    """
+    try:
+        written = head_path(path).stat().st_mtime
+    except OSError:
+        return  # a missing head file is refused for itself
+    if written > time.time() + CLOCK_SLACK:
+        times = [datetime.fromtimestamp(t, UTC) for t in (written, time.time())]
+        when, now = (f"{t:%Y-%m-%d %H:%M} UTC" for t in times)
+        raise refuse(
+            path,
+            f"was last written at {when}, and this machine's clock says {now}: set the clock."
+            " If it is right, and was wrong then, make sure that this is the newest copy and say"
+            f" `touch {head_path(path)}`.",
+        )
 
 
 class Ledger:
@@ -160,7 +190,7 @@ class Ledger:
             ) from error
 
     def _open(self, expected: Head | None) -> None:
-        self._check_clock()
+        check_clock(self.path)
         head = read_head(self.path)
         try:
             self._connection = connect(self.path, read_only=False)
@@ -185,32 +215,13 @@ class Ledger:
         self._lifetime_costs: dict[tuple[float, float], float] = {}
         self._lifetime = self._lifetime_filter()
         try:
-            _write_head(self.path, self.head)
+            write_head(self.path, self.head)
             self._head_log = open(head_path(self.path), "a")  # noqa: SIM115 - lives as long as this
         except OSError as error:
             raise refuse(
                 self.path,
                 "cannot be opened for writing: its head file is read-only, or the disk is full.",
             ) from error
-
-    def _check_clock(self) -> None:
-        """Refuse a ledger that was written in what this machine takes for the future.
-
-        Nothing is computed from the time of day. But a clock that went back is what a machine
-        restored from an old image has, and its ledger may then be old as well: someone should look.
-        """
-        try:
-            written = head_path(self.path).stat().st_mtime
-        except OSError:
-            return  # a missing head file is refused for itself
-        if written > time.time() + CLOCK_SLACK:
-            times = [datetime.fromtimestamp(t, UTC) for t in (written, time.time())]
-            when, now = (f"{t:%Y-%m-%d %H:%M} UTC" for t in times)
-            raise refuse(
-                self.path,
-                f"was last written at {when}, and this machine's clock says {now}: set the clock,"
-                " and make sure that this is the newest copy.",
-            )
 
     def _lifetime_filter(self) -> RenyiFilter | None:
         terms = self.terms
@@ -264,7 +275,7 @@ class Ledger:
             self._head_log = None  # type: ignore[assignment]
             with contextlib.suppress(OSError):
                 log.close()
-                _write_head(self.path, self.head)
+                write_head(self.path, self.head)
 
     @property
     def head(self) -> Head:

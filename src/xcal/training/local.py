@@ -31,7 +31,7 @@ class Batch:
     A row is an image, or one of several views of it; the signal is taken from `plain` ones only.
     """
 
-    inputs: Tensor | Rows  # as images, or to be made when needed
+    inputs: Tensor | Rows  # as images, or to be made when needed: a draw may be large
     labels: Tensor
     units: Tensor
     n_units: int
@@ -134,7 +134,7 @@ class LocalData:
         rows = Rows(self.inputs, np.repeat(indices, self._views), shown.reshape(-1), self._kept)
         plain = None if self._views == 1 else torch.from_numpy(rows.views == 0).to(self._device)
         return Batch(
-            rows if self._kept or self._views > 1 else rows.pictures(),
+            rows,
             torch.from_numpy(self._images.labels[rows.images]).to(self._device),
             torch.from_numpy(np.repeat(unit_of, self._views)).to(self._device),
             len(drawn),

@@ -278,22 +278,30 @@ def _forward(
         return clipped_sum(bench, batch, bound), _looked_at(bench, batch, chosen, settings), chosen
     sums = clipped_sum(bench, batch, bound, capture=cam_layer)
     assert sums.features is not None
-    parts = image_components(
-        bench.model,
-        batch.pictures(chosen),
-        sums.logits[chosen],
-        sums.features[chosen],
-        settings,
-        rows=bench.rows,
-    )
-    return sums, parts, chosen
+    found = [  # a chunk at a time: a draw may be larger than fits as pictures
+        image_components(
+            bench.model,
+            batch.pictures(some),
+            sums.logits[some],
+            sums.features[some],
+            settings,
+            rows=bench.rows,
+        )
+        for some in _portions(chosen, bench.chunk)
+    ]
+    return sums, Components.joined(found, chosen.device), chosen
+
+
+def _portions(chosen: Tensor, size: int) -> tuple[Tensor, ...]:
+    """The numbers of the marked rows, at most `size` together."""
+    return torch.split(chosen.nonzero().flatten(), size) if bool(chosen.any()) else ()
 
 
 def _looked_at(bench: Bench, batch: Batch, chosen: Tensor, settings: SignalSettings) -> Components:
     """The components of the chosen images, a chunk at a time through the whole network."""
     found = []
     size = bench.rows or bench.chunk
-    for some in torch.split(chosen.nonzero().flatten(), size) if bool(chosen.any()) else ():
+    for some in _portions(chosen, size):
         images = filled_up(batch.pictures(some), bench.rows)
         with torch.no_grad():
             logits, features = forward_with_features(bench.model, images)

@@ -1,0 +1,99 @@
+"""What a server and a client say to each other in one round, whatever carries it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xcal.config import Experiment
+from xcal.federation.refusals import Refused
+from xcal.privacy.ledger_rows import Head
+from xcal.training.local import StepRecord, digest_tensors, trainable
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """What the server asks of one client."""
+
+    run: str
+    round: int  # from 0
+    own_rounds: tuple[int, ...]  # the client's rounds by the published schedule
+    experiment: Experiment
+    validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
+
+
+@dataclass(frozen=True)
+class ClientReport:
+    """What a client tells about a round: functions of its releases and of public constants.
+
+    None where there is no such thing, or where the client's policy does not let it out.
+    """
+
+    client: str
+    units: int
+    steps: int | None  # made so far in all rounds
+    halted: bool
+    order: float | None
+    epsilon_spent: float | None
+    epsilon_paper: float | None
+    share_spent: float | None
+    mean_sigma: float | None
+    mean_signal: float | None
+    ledger_rows: int | None
+    ledger_hash: str | None
+    noise: str | None = None  # what it comes from: secure, or seeded in a simulation
+
+    @property
+    def head(self) -> Head | None:
+        """The client's ledger as it stood after the round."""
+        if self.ledger_rows is None or self.ledger_hash is None:
+            return None
+        return Head(self.ledger_rows, self.ledger_hash)
+
+
+@dataclass(frozen=True)
+class RoundReply:
+    """A client's answer. `weights = None`: exhausted, nothing was trained."""
+
+    report: ClientReport
+    weights: Weights | None
+    trace: tuple[StepRecord, ...] = ()
+
+
+def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
+    """A request is known by run, round, client and weights."""
+    text = f"{request.run}\n{request.round}\n{client}\n{digest_tensors(sorted(weights.items()))}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_weights(model: nn.Module, weights: Weights) -> None:
+    """Refuse weights whose names, shapes or types are not the model's, or that are not finite."""
+    parameters = trainable(model)
+    if set(parameters) != set(weights):
+        raise Refused(
+            "weights-mismatch",
+            "The weights received do not belong to this network: names differ.",
+        )
+    for name, parameter in parameters.items():
+        value = weights[name]
+        if value.shape != parameter.shape or value.dtype != parameter.dtype:
+            raise Refused(
+                "weights-mismatch",
+                f"The weights received for {name} have the wrong shape or type.",
+            )
+        if not bool(torch.isfinite(value).all()):
+            raise Refused("weights-not-finite", f"The weights received for {name} are not finite.")
+
+
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Put received weights into the model, after checking names, shapes, types and values."""
+    check_weights(model, weights)
+    parameters = trainable(model)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

@@ -1,0 +1,236 @@
+"""What a home keeps of one run: its last answer, the round it began, the last step it saved.
+
+reply.safetensors      the last answer, given again to the very same request
+begun.json             the round begun last, and the newest one answered
+progress.safetensors   a step within the round; may be lost at any time
+room                   place on the disk, kept for the answer until it is written
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from xcal.config import Experiment
+from xcal.errors import UserError
+from xcal.federation.exchange import (
+    ClientReport,
+    RoundReply,
+    RoundRequest,
+    Weights,
+    load_weights,
+)
+from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
+from xcal.federation.refusals import Refused
+from xcal.methods.base import Method, save_state
+from xcal.training.local import Optimiser, StepAverage, StepRecord, trainable
+
+# How a client computes, and not what: progress made under one of these goes on under another.
+_MACHINE = frozenset(("threads", "chunk", "device", "keep_mb"))
+_STEP_BYTES = 400  # at most, of one step in an answer's text
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    """An answer as it was given, and the method's state after it."""
+
+    round: int
+    request: str  # digest of the request it answers
+    state: dict[str, Any] | None
+    reply: RoundReply
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The round begun last, after which answer, the rounds given up since, the newest answered."""
+
+    round: int
+    after: int
+    given_up: tuple[int, ...]
+    answered: int
+
+
+class RunMemory:
+    """One run's files in a client's home. Whatever is wrong with them is a sentence."""
+
+    def __init__(self, folder: Path, request: RoundRequest, digest: str) -> None:
+        self._folder = folder
+        self._request = request
+        self._digest = digest
+        self._can_save = True
+
+    # --- the last answer --------------------------------------------------------------------------
+
+    def last_reply(self) -> StoredReply | None:
+        path = self._folder / "reply.safetensors"
+        found = read_tensors(path)
+        if found is None and not path.exists():
+            return None
+        stored = None if found is None else _stored(*found)
+        if stored is None:
+            raise Refused("home", f"{path} cannot be read: it is damaged. Restore the newest one.")
+        if found is not None and found[1].get("run", self._request.run) != self._request.run:
+            raise Refused("home", f"{path} belongs to another run: put this run's own back.")
+        return stored
+
+    def save_reply(self, state: Any, reply: RoundReply) -> None:
+        """Durably, before it can leave."""
+        about = {
+            "run": self._request.run,
+            "round": self._request.round,
+            "request": self._digest,
+            "state": save_state(state),
+            "report": asdict(reply.report),
+            "trace": [asdict(r) for r in reply.trace],
+        }
+        (self._folder / "room").unlink(missing_ok=True)
+        write_tensors(self._folder / "reply.safetensors", reply.weights or {}, about)
+        if (self._folder / "begun.json").exists():
+            # An older answer put back would else make this round one that was never answered.
+            self._write_begun({**asdict(self._begun()), "answered": self._request.round})
+        (self._folder / "progress.safetensors").unlink(missing_ok=True)
+
+    def hold_room(self, weights: Weights, steps: int) -> None:
+        """Take the disk space of the answer now: a full disk must not cost a round's budget."""
+        size = sum(v.numel() * v.element_size() for v in weights.values())
+        size += (1 << 16) + _STEP_BYTES * steps
+        path = self._folder / "room"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+            try:
+                os.posix_fallocate(handle, 0, size)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                return  # a file system that cannot promise anything
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise Refused(
+                "home", f"There is no room for an answer in {self._folder}: {error.strerror}."
+            ) from error
+
+    # --- which rounds were begun ------------------------------------------------------------------
+
+    def begin(self, ledger: Path, paid: Collection[int], remembered: int) -> None:
+        """Write down that this round begins; refuse where the ledger knows forgotten rounds.
+
+        A round that was begun and never answered, because the client died in it and the server went
+        on without, is no such round: the home wrote down that it began it, and after which answer.
+        """
+        now = self._request.round
+        known = (self._folder / "begun.json").exists()
+        begun = self._begun() if known else Begun(remembered, remembered, (), -1)
+        given_up = list(begun.given_up) if begun.after == remembered else []
+        if begun.after == remembered and remembered < begun.round < now:
+            given_up.append(begun.round)
+        forgotten = any(r > now or (remembered < r < now and r not in given_up) for r in paid)
+        if forgotten or remembered not in (begun.after, begun.round) or remembered < begun.answered:
+            raise Refused(
+                "home",
+                f"The ledger {ledger} knows rounds of this run that its home does not"
+                " remember: restore the home, or start a new run.",
+            )
+        after = Begun(now, remembered, tuple(given_up), begun.answered)
+        if after != begun or not known:
+            self._write_begun(asdict(after))
+
+    def _begun(self) -> Begun:
+        path = self._folder / "begun.json"
+        try:
+            found = read_json(path)
+            return Begun(
+                int(found["round"]),
+                int(found["after"]),
+                tuple(int(r) for r in found["given_up"]),
+                int(found.get("answered", -1)),
+            )
+        except (UserError, LookupError, TypeError, ValueError, AttributeError):
+            raise Refused("home", f"{path} cannot be read: restore it from a backup.") from None
+
+    def _write_begun(self, value: Mapping[str, Any]) -> None:
+        write_json(self._folder / "begun.json", value)
+
+    # --- a step within the round ------------------------------------------------------------------
+
+    def save_progress(
+        self,
+        model: nn.Module,
+        optimiser: Optimiser,
+        tail: StepAverage,
+        state: Any,
+        trace: Sequence[StepRecord],
+    ) -> None:
+        """Keep a step, if there is room: without it a round that is cut off only begins again."""
+        if not self._can_save:
+            return
+        tensors = {f"model/{k}": v.detach() for k, v in trainable(model).items()}
+        tensors |= {f"optimiser/{k}": v for k, v in optimiser.state().items()}
+        tensors |= {f"tail/{k}": v for k, v in tail.state().items()}
+        about = {
+            "request": self._digest,
+            "experiment": _fingerprint(self._request.experiment),
+            "state": save_state(state),
+            "trace": [asdict(r) for r in trace],
+        }
+        try:
+            write_tensors(self._folder / "progress.safetensors", tensors, about, sync=False)
+        except UserError:
+            self._can_save = False
+
+    def take_up(
+        self, method: Method, model: nn.Module, optimiser: Optimiser, tail: StepAverage
+    ) -> tuple[Any, list[StepRecord]] | None:
+        """Put model, optimiser and average as they were saved; None: begin with the first step.
+
+        Progress of another request or experiment, or that cannot be used, is none; the model is
+        then as it was.
+        """
+        saved = read_tensors(self._folder / "progress.safetensors")
+        if saved is None:
+            return None
+        tensors, about = saved
+
+        def part(kind: str) -> Weights:
+            return {k.removeprefix(kind): v for k, v in tensors.items() if k.startswith(kind)}
+
+        try:
+            if about["request"] != self._digest:
+                return None
+            if about["experiment"] != _fingerprint(self._request.experiment):
+                return None
+            trace = [StepRecord(**r) for r in about["trace"]]
+            state = method.load_state(about["state"])
+            load_weights(model, part("model/"))  # refuses before it changes anything
+        except (UserError, LookupError, TypeError, ValueError, AttributeError):
+            return None
+        optimiser.load(part("optimiser/"))
+        tail.load(part("tail/"))
+        return state, trace
+
+
+def _stored(tensors: dict[str, Tensor], about: dict[str, Any]) -> StoredReply | None:
+    """A file that could be read as an answer; None if it does not say what an answer says."""
+    try:
+        reply = RoundReply(
+            ClientReport(**about["report"]),
+            tensors or None,
+            tuple(StepRecord(**r) for r in about["trace"]),
+        )
+        return StoredReply(int(about["round"]), str(about["request"]), about["state"], reply)
+    except (TypeError, LookupError, ValueError, AttributeError):
+        return None
+
+
+def _fingerprint(experiment: Experiment) -> str:
+    """Of all that shapes what is trained."""
+    kept = {k: v for k, v in experiment.resolved().items() if k not in _MACHINE}
+    return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()
