@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # commands that only read and write text need not wait for to
     from torch import Tensor
 
 
+_SUM = "sha256"  # where a description keeps the checksum
+
+
 def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
     """Write, sync, rename: a reader sees the whole old file or the whole new one."""
     scratch = path.with_name(path.name + ".new")
@@ -87,9 +90,9 @@ def write_tensors(
     from safetensors.torch import save as tensors_to_bytes
 
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps(about)
-    metadata = {"about": text, "sha256": _checksum(plain, text)}
-    write_bytes(path, tensors_to_bytes(plain, metadata), sync=sync)
+    # One entry of metadata: several would come in any order, and equal files not be equal.
+    signed = {**about, _SUM: _checksum(plain, about)}
+    write_bytes(path, tensors_to_bytes(plain, {"about": json.dumps(signed)}), sync=sync)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -105,22 +108,29 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         content = path.read_bytes()
         tensors = bytes_to_tensors(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = header["__metadata__"]
-        expected = metadata.get("sha256")
-        if expected is not None and expected != _checksum(tensors, metadata["about"]):
+        about = json.loads(header["__metadata__"]["about"])
+        expected = about.pop(_SUM, None)
+        if expected is not None and expected != _checksum(tensors, about):
             return None
-        return dict(sorted(tensors.items())), json.loads(metadata["about"])
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError):
+        return dict(sorted(tensors.items())), about
+    except (
+        OSError,
+        AttributeError,
+        SafetensorError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):
         return None
 
 
-def _checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """Of values, names and description, whatever the order in which a file has them."""
     from xcal.training.local import digest_tensors
 
-    return hashlib.sha256(
-        f"{digest_tensors(sorted(tensors.items()))}\n{about}".encode()
-    ).hexdigest()
+    text = f"{digest_tensors(sorted(tensors.items()))}\n{json.dumps(about)}"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lock_folder(folder: Path) -> int:
