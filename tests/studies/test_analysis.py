@@ -128,7 +128,10 @@ def test_courses_know_where_they_peak(results: Results) -> None:
     assert course.stop_share == pytest.approx(0.6)
     assert course.f1_gain > 0
     table = view(declare("efficiency", "laptop", SMALL), results).tables[0]
-    assert any("60 %" in row[6] for row in table.rows)
+    peaks = table.head.index("ROAD peaks at")
+    assert any("60 %" in row[peaks] for row in table.rows)
+    early = table.head.index("before the last")
+    assert all(row[early] == f"{len(course.series.cells)} of 3" for row in table.rows)
 
 
 def test_a_rule_that_knows_no_future_stops_at_the_first_fall() -> None:
@@ -140,7 +143,7 @@ def test_a_rule_that_knows_no_future_stops_at_the_first_fall() -> None:
 def test_stopping_is_said_with_what_it_leaves_and_costs(results: Results) -> None:
     found = view(declare("efficiency", "laptop", SMALL), results)
     # The made-up ROAD never falls.
-    assert "leaves 0 % of the budget and changes F1 there by +0.000" in found.answer
+    assert "leaves 0 % of what a run would spend and changes F1 there by +0.000" in found.answer
 
 
 def test_auroc_stands_beside_f1_without_a_verdict(results: Results) -> None:

@@ -240,8 +240,10 @@ class Course:
     stop_share: float  # mean over seeds of Σρ/R at the ROAD peak …
     stop_f1: float  # … and what a model stopped there has, on public validation images
     stop_road: float
-    fall_share: float  # the same for a rule that knows no future: Σρ/R at ROAD's first fall …
-    fall_f1: float  # … and what the model measured before it has
+    f1_peak_share: float  # mean over seeds of Σρ/R at the F1 peak
+    fall_left: float  # a rule that knows no future: what it leaves of all that a run spends …
+    fall_f1: float  # … and what the model measured before ROAD's first fall has
+    early_peaks: int  # seeds whose ROAD is highest before its last measurement
     sigma: NDArray[np.float64]  # noise multiplier, the clients' mean, in each round
 
 
@@ -257,6 +259,7 @@ def course_of(series: Series) -> Course | None:
     """None where a method has no budget to speak of, or nothing was measured on the way."""
     shares, f1s, roads, stops, sigmas = [], [], [], [], []
     road_rounds: list[int] = []
+    early = 0
     for result in series.cells.values():
         rounds = result.values["rounds"]
         if any(s is None for line in rounds["share"] for s in line) or None in rounds["f1"]:
@@ -269,7 +272,9 @@ def course_of(series: Series) -> Course | None:
         road = np.array([rounds["road"][t] for t in road_rounds], float)
         peak = road_rounds[int(road.argmax())]
         fall, before = (road_rounds[t] for t in first_fall(road.tolist()))
-        stops.append((share[peak], f1[peak], road.max(), share[fall], f1[before]))
+        left = 1 - share[fall] / share[-1]
+        stops.append((share[peak], f1[peak], road.max(), share[int(f1.argmax())], left, f1[before]))
+        early += peak != road_rounds[-1]
         shares.append(share)
         sigmas.append([np.mean([v for v in line if v is not None]) for line in rounds["sigma"]])
         f1s.append(f1)
@@ -278,7 +283,8 @@ def course_of(series: Series) -> Course | None:
         return None
     share, f1, road = (np.mean(v, axis=0) for v in (shares, f1s, roads))
     road_share = share[road_rounds]
-    stop_share, stop_f1, stop_road, fall_share, fall_f1 = map(float, np.mean(stops, axis=0))
+    means = map(float, np.mean(stops, axis=0))
+    stop_share, stop_f1, stop_road, f1_peak_share, fall_left, fall_f1 = means
     return Course(
         series,
         share,
@@ -290,8 +296,10 @@ def course_of(series: Series) -> Course | None:
         stop_share=stop_share,
         stop_f1=stop_f1,
         stop_road=stop_road,
-        fall_share=fall_share,
+        f1_peak_share=f1_peak_share,
+        fall_left=fall_left,
         fall_f1=fall_f1,
+        early_peaks=early,
         sigma=np.mean(sigmas, axis=0),
     )
 

@@ -23,6 +23,22 @@ _SHIFT = {"iid": "iid", "label": "label_shift", "covariate": "covariate_shift"}
 PRINTED_OVERHEAD = (1 / 3, 1.4 / 3, 0.8)
 
 
+def printed_efficiency(measure: str, data: str, method: str, epsilon: float | None) -> float | None:
+    """The printed gain in F1 or ROAD (in the paper's percent) per unit of Σρ/R, at ε = 0.5."""
+    if epsilon != 0.5:
+        return None
+    of_set = tables()["efficiency_eps0.5"][f"delta_{measure}_per_delta_eps"].get(
+        PAPER_SET.get(data)
+    )
+    value = None if of_set is None else of_set.get(_COLUMN.get(method))
+    return None if value is None else float(value)
+
+
+def printed_band() -> dict[float, tuple[float, float]]:
+    """By ε the lowest and highest σ of the published rule, as printed."""
+    return {float(e): (low, high) for e, (low, high) in tables()["sigma_band_by_epsilon"].items()}
+
+
 @cache
 def tables() -> dict[str, Any]:
     text = files("xcal.studies").joinpath("paper.json").read_text(encoding="utf-8")
