@@ -51,19 +51,60 @@ def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
             [d for c in own for d in c.auroc_by_seed],
             [d for c in own if c.road is not None for d in c.road.each],
         )
-        rows.append((f"`{method}`", *(text for each in measures for text in _record(each))))
+        told = (text for each in measures for text in _record(each))
+        rows.append((f"`{method}`", *told, _noise(own), _spent(own)))
     if not rows:
         return None
     head = ["method"]
     for name in ("macro F1", "AUROC", "ROAD"):
         head += [f"{name} − static", "ahead:behind", "coin"]
+    head += ["σ over static", "budget spent"]
     note = (
         "Pairs of one seed, all places together: median difference, pairs ahead:behind; coin: how"
         " often a coin is as one-sided, a hint and no test, since pairs share their test images."
         " AUROC (one class against the rest, mean) needs no threshold: it tells models apart that"
-        " give every image the same class."
+        " give every image the same class. σ over static, budget spent: means of the lowest and the"
+        " highest place."
     )
     return Table("Over all pairs of runs", tuple(head), tuple(rows), note)
+
+
+def _noise(comparisons: Sequence[Comparison]) -> str:
+    """By how many per cent the mean σ lies above static noise's."""
+    places = []
+    for c in comparisons:
+        common = [seed for seed in c.series.cells if seed in c.reference.cells]
+        own, base = (
+            [float(s.cells[seed].values.get("mean_sigma") or 0.0) for seed in common]
+            for s in (c.series, c.reference)
+        )
+        if own and min(own) > 0 and min(base) > 0:
+            places.append(100 * (float(np.mean(own)) / float(np.mean(base)) - 1))
+    return _range(places)
+
+
+def _spent(comparisons: Sequence[Comparison]) -> str:
+    """What share of its budget the client that spent most has spent in the end."""
+    places = []
+    for c in comparisons:
+        shares = [
+            max((s for s in shares if s is not None), default=None)
+            for shares in (
+                [client["share_spent"] for client in result.values["clients"]]
+                for result in c.series.cells.values()
+            )
+        ]
+        known = [100 * s for s in shares if s is not None]
+        if known:
+            places.append(float(np.mean(known)))
+    return _range(places)
+
+
+def _range(percents: Sequence[float]) -> str:
+    if not percents:
+        return NOTHING
+    low, high = f"{min(percents):.0f}", f"{max(percents):.0f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def _record(differences: Sequence[float]) -> tuple[str, str, str]:
