@@ -34,8 +34,8 @@ def made_up_cell(cell: Cell, test: TestSet) -> dict[str, Any]:
     private = noisy and cell.method != "agp"  # whose ε is nominal
     steered = cell.method.startswith("xcal")
     spent = [[float(s)] * clients if private else [None] * clients for s in t]
-    if cell.method == "xcal-paper":  # whose clients spend each its own
-        spent = [[float(s) * (1 - 0.02 * k) for k in range(clients)] for s in t]
+    if cell.method == "xcal-paper":  # whose clients spend each at its own pace
+        spent = [[float(s * (1 - 0.1 * k * (1 - s))) for k in range(clients)] for s in t]
     sigma = [1.0 + (0.01 * cell.seed + 0.2 * (1 - float(s))) * steered for s in t]
     return {
         "id": cell.id,

@@ -76,7 +76,7 @@ def test_the_budget_has_a_line_a_client_or_one_for_all(course: dict[str, Figure]
         *(f"xcal-paper, client {k}" for k in range(3)),
         "xcal, every client",
     ]
-    assert "xcal-paper, client 2: 96.0 %" in course["budget"].alt
+    assert "xcal-paper, client 2: 100.0 %" in course["budget"].alt
 
 
 def test_a_place_is_told_once_though_studies_share_it(results: Results) -> None:
