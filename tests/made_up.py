@@ -30,8 +30,13 @@ def made_up_cell(cell: Cell, test: TestSet) -> dict[str, Any]:
     rounds = int(cell.keys["rounds"])
     clients = int(cell.keys.get("clients", 1))
     t = (np.arange(rounds) + 1) / rounds
-    private = cell.epsilon is not None
+    noisy = cell.epsilon is not None
+    private = noisy and cell.method != "agp"  # whose ε is nominal
+    steered = cell.method.startswith("xcal")
     spent = [[float(s)] * clients if private else [None] * clients for s in t]
+    if cell.method == "xcal-paper":  # whose clients spend each at its own pace
+        spent = [[float(s * (1 - 0.1 * k * (1 - s))) for k in range(clients)] for s in t]
+    sigma = [1.0 + (0.01 * cell.seed + 0.2 * (1 - float(s))) * steered for s in t]
     return {
         "id": cell.id,
         "scale": cell.scale,
@@ -41,17 +46,18 @@ def made_up_cell(cell: Cell, test: TestSet) -> dict[str, Any]:
         "road": round(float(scores.mean()), 5),
         "road_logit_percent": 20.0,
         "auroc": 0.8,
-        "epsilon_target": cell.epsilon,
+        "epsilon_target": cell.epsilon if private else None,
+        "epsilon_nominal": cell.epsilon,
         "epsilon_paper": None,
         "delta": 1e-5 if private else None,
         "unit": "record" if private else None,
-        "mean_sigma": 1.0 if private else None,
+        "mean_sigma": 1.0 if noisy else None,
         "clients": [
             {
                 "units": 1000,
                 "steps": 16 * rounds,
                 "share_spent": 1.0 if private else None,
-                "epsilon_spent": cell.epsilon,
+                "epsilon_spent": cell.epsilon if private else None,
                 "halted": False,
             }
         ]
@@ -64,8 +70,8 @@ def made_up_cell(cell: Cell, test: TestSet) -> dict[str, Any]:
             ],
             "seconds": [3.0 + (cell.method != "fl-dp")] * rounds,
             "share": spent,
-            "sigma": [[1.0] * clients] * rounds,
-            "signal": [[0.5] * clients] * rounds,
+            "sigma": [[s if noisy else None] * clients for s in sigma],
+            "signal": [[0.5 + 0.1 * cell.seed if steered else None] * clients] * rounds,
         },
         "test_set": test.name,
         "predicted": pack(answer.astype(np.uint8)),

@@ -168,15 +168,111 @@ def test_everything_has_words(browser: Any, page_path: Path) -> None:
     seen.context.close()
 
 
-def test_it_prints(browser: Any, page_path: Path, tmp_path: Path) -> None:
+def wait_until(page: Any, condition: str) -> None:
+    """By hand: the page's own policy forbids the browser to evaluate a condition by itself."""
+    for _ in range(240):
+        if page.evaluate(condition):
+            return
+        page.wait_for_timeout(250)
+    raise AssertionError(f"It never came true that {condition}")
+
+
+def test_nothing_overlaps_or_is_cut_on_paper(browser: Any, page_path: Path) -> None:
     seen = Seen(browser, page_path, **LOOKS["dark"])
-    seen.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
-    paper = seen.page.pdf(path=str(tmp_path / "report.pdf"), format="A4")
+    page = seen.page
+    # The body as wide as A4 less the page's margins. Paper comes without an event of a new size.
+    page.evaluate("document.body.style.width = '703px'; document.body.style.margin = '0'")
+    page.emulate_media(media="print")
+    drawn = "[...document.querySelectorAll('.plot')].every((p) => p.querySelector('.main-svg'))"
+    wait_until(page, drawn)
+    seen.shot("paper")
+    plots = page.evaluate(ON_PAPER)
+    assert len(plots) == page.locator(".plot").count() > 10
+    for plot in plots:
+        left, _, right, _ = plot["box"]
+        assert 0 <= left < right <= 703, plot
+        assert right <= plot["frame"][2], plot
+        assert all(left <= low and high <= right for low, high in plot["points"]), plot
+        assert plot["names"] and all(plot["names"]), plot
+        assert set(plot["lines"]) <= set(plot["names"]), plot
+    for i, one in enumerate(plots):
+        for other in plots[i + 1 :]:
+            apart_across = one["box"][2] <= other["box"][0] or other["box"][2] <= one["box"][0]
+            apart_down = one["box"][3] <= other["box"][1] or other["box"][3] <= one["box"][1]
+            assert apart_across or apart_down, (one["id"], other["id"])
+    wide = "[...document.querySelectorAll('table')].filter((t) => t.offsetWidth > 704).length"
+    assert page.evaluate(wide) == 0
+    # Legends have the colours of paper, also where the screen is dark.
+    assert page.evaluate(CONTRAST, ["--tone-0", "--page"]) >= 4.5
+    # Back on the screen: folded parts are folded, plots are as wide as their frames again.
+    page.emulate_media(media="screen")
+    page.evaluate("document.body.style.width = document.body.style.margin = ''")
+    wait_until(page, "!document.querySelector('details.more[open]')")
+    assert seen.wrong == []
+    seen.context.close()
+
+
+def test_it_prints_by_itself(browser: Any, page_path: Path, tmp_path: Path) -> None:
+    """Straight to PDF, as a script does it: the page is told just before, and draws for paper."""
+    seen = Seen(browser, page_path, **LOOKS["dark"])
+    page = seen.page
+    before = page.evaluate(WIDTHS)
+    page.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = ({WIDTHS})(); }})")
+    paper = page.pdf(path=str(tmp_path / "report.pdf"), format="A4")
     assert len(paper) > 20_000
+    printed = page.evaluate("window.printed")
+    assert len(printed) == page.locator(".plot").count()
+    assert max(printed) <= 677  # 703 less a frame and its padding
+    wait_until(page, f"String(({WIDTHS})()) === '{','.join(map(str, before))}'")
     if folder := os.environ.get("XCAL_SHOTS"):
         shutil.copy(tmp_path / "report.pdf", Path(folder) / "print.pdf")
     seen.context.close()
 
+
+def test_a_folded_course_is_drawn_when_it_is_opened(browser: Any, page_path: Path) -> None:
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    page = seen.page
+    first = page.locator(".courses details").first
+    assert first.locator(".main-svg").count() == 0
+    first.locator("summary").first.click()
+    first.locator(".plot .main-svg").first.wait_for(timeout=20_000)
+    frame, plot = (first.locator(s).first.bounding_box() for s in ("figure", ".main-svg"))
+    assert 0.8 * frame["width"] < plot["width"] < frame["width"]
+    seen.shot("course", whole=False)
+    assert seen.wrong == []
+    seen.context.close()
+
+
+def test_tables_fit_a_window(browser: Any, page_path: Path) -> None:
+    seen = Seen(browser, page_path, **LOOKS["light"])
+    seen.page.evaluate("for (const d of document.querySelectorAll('details.more')) d.open = true")
+    wide = seen.page.evaluate(
+        "[...document.querySelectorAll('.scroll')]"
+        ".filter((s) => s.scrollWidth > s.clientWidth + 1).map((s) => s.ariaLabel)"
+    )
+    assert wide == []
+    seen.context.close()
+
+
+WIDTHS = """() => [...document.querySelectorAll('.plot')]
+  .filter((p) => p.querySelector('.main-svg') && !p.closest('details:not([open])'))
+  .map((p) => Math.round(p.querySelector('.main-svg').getBoundingClientRect().width))"""
+
+ON_PAPER = """() => [...document.querySelectorAll('.plot')].map((plot) => {
+  const box = (element) => {
+    const found = element.getBoundingClientRect();
+    return [found.left, found.top, found.right, found.bottom];
+  };
+  const legend = [...document.querySelectorAll(`#legend-${plot.id} button`)];
+  return {
+    id: plot.id,
+    box: box(plot.querySelector('.main-svg')),
+    frame: box(plot.closest('figure')),
+    points: [...plot.querySelectorAll('.points path')].map((p) => box(p)).map((b) => [b[0], b[2]]),
+    names: legend.filter((b) => b.offsetWidth && b.offsetHeight).map((b) => b.textContent),
+    lines: plot.data.map((trace) => trace.meta.group),
+  };
+})"""
 
 CONTRAST = """([front, back]) => {
   const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,11 @@ def tone(method: str) -> int:
     return METHODS.index(method) if method in METHODS else len(LIGHT) - 1
 
 
+def figure_id(*words: object) -> str:
+    """A name for a figure that can stand in a page and be a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
+
+
 @dataclass(frozen=True)
 class Line:
     """One line, or a set of points; `group` is what the legend switches on and off."""
@@ -32,6 +38,7 @@ class Line:
     style: int = 0  # dash and mark
     mode: str = "lines+markers"
     label: str = ""  # in hovering, where it says more than the group
+    faint: bool = False  # behind the others: a single seed of a mean
 
     @property
     def name(self) -> str:
@@ -78,7 +85,7 @@ class Figure:
             "mode": line.mode,
             "name": line.name,
             "meta": {"tone": line.tone, "group": line.group},
-            "line": {"dash": DASHES[line.style % len(DASHES)], "width": 2},
+            "line": {"dash": DASHES[line.style % len(DASHES)], "width": 1 if line.faint else 2},
             "marker": {"symbol": MARKS[line.style % len(MARKS)], "size": 7},
             "x": list(line.y if self.across else line.x),
             "y": list(line.x if self.across else line.y),
@@ -86,6 +93,8 @@ class Figure:
             f"<br>{self.x_title if self.across else self.y_title}:"
             f" %{{{'x' if self.across else 'y'}:.3f}}<extra>{line.name}</extra>",
         }
+        if line.faint:
+            values["opacity"] = 0.35
         if line.low:
             values["error_x" if self.across else "error_y"] = {
                 "type": "data",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,8 +24,10 @@ from xcal.report.run_figures import (
     read_run,
     runs_table,
 )
-from xcal.report.study_figures import figures_of
-from xcal.report.study_panel import StudyPanel, study_panels
+from xcal.report.study_courses import PlaceCourse, courses_of
+from xcal.report.study_figures import figures_of, not_scaled
+from xcal.report.study_panel import StudyPanel, absent_note, study_panels
+from xcal.studies.analysis import Place
 from xcal.studies.declared import STUDIES, declare
 from xcal.studies.scales import SCALES
 from xcal.studies.store import Results
@@ -38,6 +41,12 @@ SHOWN = ("privacy-utility", "ablation", "efficiency", "clients", "overhead", "un
 class StudySection:
     view: StudyView
     figures: tuple[Figure, ...]
+    note: str = ""  # why there is no figure where one would be looked for
+    courses: tuple[PlaceCourse, ...] = ()
+
+    @property
+    def every_figure(self) -> tuple[Figure, ...]:
+        return (*self.figures, *(f for c in self.courses for f in c.figures))
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def _named(runs: Sequence[RunView]) -> list[RunView]:
 
 
 def _sections(results: Results, scale: str) -> tuple[list[StudySection], set[str]]:
-    sections, declared = [], set[str]()
+    views, declared = [], set[str]()
     for study in STUDIES:
         try:
             grid = declare(study, scale)
@@ -123,8 +132,18 @@ def _sections(results: Results, scale: str) -> tuple[list[StudySection], set[str
             continue
         seen = view(grid, results)
         if seen.series:
-            sections.append(StudySection(seen, tuple(figures_of(seen, results))))
-    sections.sort(key=lambda s: SHOWN.index(s.view.study))
+            views.append(seen)
+    views.sort(key=lambda v: SHOWN.index(v.study))
+    sections, told = [], set[Place]()
+    for seen in views:
+        # Studies share cells: a place's course stands with the first study that went there.
+        places = dict.fromkeys(
+            s.place for s in seen.series if s.place.epsilon is not None and s.place not in told
+        )
+        told |= set(places)
+        note = not_scaled(seen) if seen.study == "clients" else ""
+        figures = tuple(figures_of(seen, results))
+        sections.append(StudySection(seen, figures, note, tuple(courses_of(seen, places))))
     return sections, declared
 
 
@@ -187,11 +206,12 @@ def report_page(material: Material, *, panel_images: int = 4) -> str:
     from plotly.offline import get_plotlyjs
 
     figures = course_figures(material.runs) if material.runs else []
-    everything = [*figures, *(f for s in material.studies for f in s.figures)]
+    everything = [*figures, *(f for s in material.studies for f in s.every_figure)]
     question, answers = answer_of(material)
     template = files("xcal.report").joinpath("report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["code"] = _code
+    environment.filters["cell"] = _cell
     rows: list[list[Tile]] = panel_rows(material.runs, panel_images) if panel_images else []
     return environment.from_string(template).render(
         question=question,
@@ -202,8 +222,9 @@ def report_page(material: Material, *, panel_images: int = 4) -> str:
         studies=material.studies,
         panels=[
             *([StudyPanel("The runs of this report", tuple(map(tuple, rows)))] if rows else []),
-            *material.panels,
+            *(p for p in material.panels if not p.absent),
         ],
+        absent=absent_note(material.panels),
         commands=[*(facts(r) for r in material.runs), *material.commands],
         orphans=material.orphans,
         figures=_script_json([f.plotly() for f in everything]),
@@ -226,6 +247,25 @@ def _code(text: str) -> Markup:
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
     )
+
+
+# Spaces at which a cell may break: not inside brackets, nor beside a sign that joins two numbers.
+_BREAK = re.compile(r" (?![^\[(]*[\])])(?![±=%])(?<![±=] )")
+
+
+def _cell(text: str) -> Markup:
+    """As `_code`; a cell that must break does so between a value, its interval and its record."""
+    made = Markup("")
+    for i, part in enumerate(str(text).split("`")):
+        if i % 2:
+            made += Markup("<code>{}</code>").format(part)
+            continue
+        pieces = _BREAK.split(part)
+        made += Markup(" ").join(
+            Markup('<span class="keep">{}</span>').format(p) if re.search("[ -]", p) else p
+            for p in pieces
+        )
+    return made
 
 
 def save_report(path: Path, folders: Sequence[Path], *, panel_images: int = 4) -> Material:

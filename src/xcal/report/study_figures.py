@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from xcal.report.figures import Figure, Line, tone
+from xcal.report.figures import Figure, Line, figure_id, tone
 from xcal.studies.analysis import BASELINE, Series, against, course_of, find, lowess
 from xcal.studies.statistics import Measure
 from xcal.studies.store import Results
@@ -16,10 +15,6 @@ MEASURES: tuple[tuple[Measure, str], ...] = (
     ("macro_f1", "macro F1"),
     ("road", "ROAD, −0.5 to 0.5"),
 )
-
-
-def _id(*words: object) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
 
 
 def _grouped(series: Sequence[Series]) -> dict[tuple[str, str], list[Series]]:
@@ -61,6 +56,7 @@ def by_epsilon(view: StudyView) -> list[Figure]:
                         tone(method),
                         spread,
                         spread,
+                        style=0 if all(s.promises for s, _ in known) else 1,
                     )
                 )
                 points = (f"{f.mean:.3f} at ε {epsilon_text(s.place.epsilon)}" for s, f in known)
@@ -68,7 +64,7 @@ def by_epsilon(view: StudyView) -> list[Figure]:
             if lines:
                 made.append(
                     Figure(
-                        _id("epsilon", data, network, measure),
+                        figure_id("epsilon", data, network, measure),
                         f"{label.split(',')[0]} by ε: {data}, {network}",
                         f"{label} against ε on a logarithmic axis. {'; '.join(words)}.",
                         "ε",
@@ -115,11 +111,11 @@ def scaling(view: StudyView) -> list[Figure]:
                                     label=f"{method}, {shift}",
                                 )
                             )
-                if lines:
-                    counts = sorted({n for line in lines for n in line.x})
+                counts = sorted({n for line in lines for n in line.x})
+                if len(counts) > 1:  # of one N there is no course to draw
                     made.append(
                         Figure(
-                            _id("scaling", data, network, epsilon, measure),
+                            figure_id("scaling", data, network, epsilon, measure),
                             f"{label.split(',')[0]} by clients: {data}, {network}, ε = {epsilon:g}",
                             f"{label} for {counts[0]} to {counts[-1]} clients, by method and by"
                             " how unlike the clients are; the numbers are in the table.",
@@ -133,6 +129,22 @@ def scaling(view: StudyView) -> list[Figure]:
                         )
                     )
     return made
+
+
+def not_scaled(view: StudyView) -> str:
+    """A sentence on the places where one number of clients was run, so that nothing is drawn."""
+    only: dict[int, list[str]] = {}
+    groups = _grouped([s for s in view.series if s.method != "centralized"])
+    for (data, network), group in groups.items():
+        counts = {s.place.clients for s in group}
+        if len(counts) == 1:
+            only.setdefault(counts.pop(), []).append(f"{data} with {network}")
+    if not only:
+        return ""
+    if len(only) == 1 and sum(map(len, only.values())) == len(groups):
+        return f"Only N = {next(iter(only))} was run, so no figure by the number of clients."
+    parts = [f"only N = {n} was run on {', '.join(places)}" for n, places in sorted(only.items())]
+    return f"No figure by the number of clients where {'; '.join(parts)}."
 
 
 def ablation(view: StudyView, results: Results) -> list[Figure]:
@@ -172,7 +184,7 @@ def ablation(view: StudyView, results: Results) -> list[Figure]:
             where = f"{place.data}, {place.network}, ε = {epsilon_text(place.epsilon)}"
             made.append(
                 Figure(
-                    _id("ablation", where),
+                    figure_id("ablation", where),
                     f"Difference from static noise: {where}",
                     f"Paired difference of macro F1 from {BASELINE}: {'; '.join(words)}.",
                     f"macro F1 − {BASELINE}",
@@ -224,7 +236,7 @@ def efficiency(view: StudyView) -> list[Figure]:
                 if lines:
                     made.append(
                         Figure(
-                            _id("efficiency", data, network, epsilon, measure),
+                            figure_id("efficiency", data, network, epsilon, measure),
                             f"{label} by budget: {data}, {network}, ε = {epsilon_text(epsilon)}",
                             f"{label} against the share of the privacy budget spent:"
                             f" {'; '.join(words)}.",

@@ -6,6 +6,7 @@ come from the data set on this machine, and where it is not there, no picture is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from xcal.data import catalog
 from xcal.data.sampling import to_tensor
+from xcal.data.store import known_names
 from xcal.errors import UserError
 from xcal.explain.overlay import overlay, picture
 from xcal.federation.setup import DATA_SEED
@@ -33,6 +35,20 @@ class StudyPanel:
     title: str
     rows: tuple[tuple[Tile, ...], ...]
     note: str = ""
+    absent: str = ""  # the data set, where it was never imported here
+
+
+def absent_note(panels: Sequence[StudyPanel]) -> str:
+    """One sentence for all sets that were never imported here, and how to have their pictures."""
+    names = list(dict.fromkeys(p.absent for p in panels if p.absent))
+    if not names:
+        return ""
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return (
+        f"The images of {listed} are not on this machine, so no maps are drawn over them: import"
+        f" {'it' if len(names) == 1 else 'each'} with `xcal data import FOLDER --name NAME --pixels"
+        " PIXELS` and make the report again."
+    )
 
 
 def study_panels(results: Results, scale: str) -> list[StudyPanel]:
@@ -53,6 +69,9 @@ def study_panels(results: Results, scale: str) -> list[StudyPanel]:
         title = f"{data}, {network}"
         test = results.test_set(cells[0][2].values["test_set"])
         pixels = int(cells[0][2].keys["pixels"])
+        if data not in ("smear", *known_names()) and ":" not in data:
+            panels.append(StudyPanel(title, (), absent=data))
+            continue
         try:
             images = catalog.load(data, pixels=pixels, seed=DATA_SEED).test
         except UserError as error:

@@ -25,7 +25,7 @@ def save_figures(folder: Path, material: Material) -> int:
         ) from None
     figures = [
         *(course_figures(material.runs) if material.runs else []),
-        *(f for s in material.studies for f in s.figures),
+        *(f for s in material.studies for f in s.every_figure),
     ]
     # Letters stay letters, so that a journal can set them; nothing global is left changed.
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "font.size": 9}):
@@ -77,7 +77,8 @@ def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
         linestyle=_DASHES[line.style % 5] if "lines" in line.mode else "none",
         marker=_MARKS[line.style % 5] if "markers" in line.mode else "",
         markersize=4,
-        linewidth=1.4,
+        linewidth=0.7 if line.faint else 1.4,
+        alpha=0.35 if line.faint else None,
         capsize=2,
         label=line.group if first else None,
         **error,

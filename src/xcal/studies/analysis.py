@@ -47,6 +47,14 @@ class Series:
     def name(self) -> str:
         return f"{self.method}, {self.variant}" if self.variant else self.method
 
+    @property
+    def promises(self) -> bool:
+        """Whether its ε is a guarantee: that of `agp` is only what its noise was chosen for."""
+        return all(
+            c.values.get("epsilon_target") is not None or c.values.get("epsilon_client") is not None
+            for c in self.cells.values()
+        )
+
     def summary(self, measure: Measure) -> Summary | None:
         values = [
             c.values[measure] for c in self.cells.values() if c.values.get(measure) is not None
