@@ -11,9 +11,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from xcal.studies.declared import declare
 from xcal.studies.store import Results
 from xcal.studies.tables import StudyView, view
+from xcal.studies.whole import whole_grid
 
 HERE = Path(__file__).parent
 PAGES = ("findings.md", "results.md", "../README.md")
@@ -24,7 +24,8 @@ PART = re.compile(
 
 @cache
 def _seen(study: str, scale: str) -> StudyView:
-    return view(declare(study, scale), Results(HERE.parent / "results"))
+    results = Results(HERE.parent / "results")
+    return view(whole_grid(study, scale, results), results)
 
 
 def part(kind: str, study: str, scale: str) -> str:

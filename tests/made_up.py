@@ -42,6 +42,7 @@ def made_up_cell(cell: Cell, test: TestSet) -> dict[str, Any]:
         "scale": cell.scale,
         "status": "finished",
         "keys": dict(cell.keys),
+        "explained": cell.explained,
         "macro_f1": float(macro_f1(test.labels, answer, len(test.classes))),
         "road": round(float(scores.mean()), 5),
         "road_logit_percent": 20.0,

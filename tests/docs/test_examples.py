@@ -96,13 +96,13 @@ def test_the_findings_are_those_of_the_committed_results() -> None:
 
 
 def test_the_tables_of_results_are_views_of_their_cells() -> None:
-    from xcal.studies.declared import STUDIES, declare
     from xcal.studies.scales import SCALES
     from xcal.studies.store import Results, table_text
+    from xcal.studies.whole import whole_grids
 
     results = Results(ROOT / "results")
     for scale in SCALES:
-        for study in STUDIES:
-            path = results.path / f"{study}-{scale}.csv"
+        for study, grid in whole_grids(scale, results).items():
+            path = results.table_path(study, scale)
             if path.exists():
-                assert path.read_text() == table_text(results.of_grid(declare(study, scale))), path
+                assert path.read_text() == table_text(results.of_grid(grid)), path

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from made_up import made_up_results
-from xcal.studies.analysis import course_of, first_fall, lowess, round_seconds
+from made_up import made_up_cell, made_up_results
+from xcal.studies.analysis import (
+    beside_the_paper,
+    course_of,
+    first_fall,
+    lowess,
+    round_seconds,
+)
 from xcal.studies.declared import declare
-from xcal.studies.grid import Choice
+from xcal.studies.grid import Cell, Choice
 from xcal.studies.paper import printed
-from xcal.studies.store import Results
-from xcal.studies.tables import view
+from xcal.studies.statistics import Difference
+from xcal.studies.store import Results, pack
+from xcal.studies.tables import StudyView, comparisons_of, view
 
 SMALL = Choice(data=("blood-cells",), networks=("small",), epsilons=(0.5, 5.0), seeds=3)
 
@@ -62,11 +71,18 @@ def test_a_view_counts_what_is_there_and_what_is_missing(results: Results) -> No
 
 
 def test_disagreement_with_the_paper_is_said_in_a_sentence(results: Results) -> None:
-    found = view(declare("privacy-utility", "laptop", SMALL), results)
-    published = [s for s in found.sentences if "`xcal-paper`" in s and "ε = 0.5" in s]
-    assert len(published) == 1
-    assert "the paper prints an F1 difference of +0.062" in published[0]
-    assert "no difference shown, and one as large as printed is outside" in published[0]
+    series = view(declare("privacy-utility", "laptop", SMALL), results).series
+    (found,) = (c for c in comparisons_of(series, results, ["xcal"]) if c.series.place.epsilon < 1)
+    for (low, mean, high), said in {
+        (-0.01, 0.0, 0.01): "no difference shown, and one as large as printed is outside",
+        (-0.01, 0.0, 0.09): "here over 3 seeds: no difference shown.",
+        (-0.03, -0.02, -0.01): "the opposite direction.",
+        (0.01, 0.02, 0.03): "the same direction.",
+    }.items():
+        ours = replace(found, f1=Difference(3, mean, low, high, 2, 1))
+        sentence = beside_the_paper(ours) or ""
+        assert "the paper prints an F1 difference of +0.062" in sentence
+        assert said in sentence.split(" Of ROAD")[0]
 
 
 def test_the_tables_say_better_only_where_the_interval_does(results: Results) -> None:
@@ -160,6 +176,97 @@ def test_overhead_is_a_clients_round_over_static_noise(results: Results) -> None
     assert round_seconds(next(s for s in found.series if s.method == "fl-dp"))[0] == 1.0
     assert any("33" in row[3] for row in found.tables[0].rows if row[0] == "`xcal`")
     assert "33 to 47 %" in found.tables[0].note
+
+
+def test_where_both_give_the_same_answers_nothing_is_said_about_the_paper(tmp_path: Path) -> None:
+    results, place = made_up_results(tmp_path, seeds=2), ("ham10000", "small")
+    known = Results(tmp_path).test_set("blood-cells-64px")
+    choice = Choice(("ham10000",), ("small",), ("fl-dp", "xcal"), (0.5,), 2)
+    for cell in declare("privacy-utility", "laptop", choice).cells:
+        values = made_up_cell(cell, known)
+        one_class = pack(np.zeros(len(known.labels), np.uint8))
+        results.write("laptop", values | {"predicted": one_class, "macro_f1": 0.2}, known)
+    found = view(declare("privacy-utility", "laptop", choice), results)
+    (sentence,) = found.sentences
+    assert sentence.startswith(f"{place[0]}, {place[1]}, ε = 0.5: the paper prints")
+    assert "`xcal` and `fl-dp` give the same answers here over 2 seeds, which says nothing" in (
+        sentence
+    )
+    assert "outside the interval" not in sentence
+
+
+def test_the_gain_of_road_is_held_against_the_paper_by_its_direction(results: Results) -> None:
+    found = view(declare("privacy-utility", "laptop", SMALL), results)
+    (ours,) = (s for s in found.sentences if "`xcal` minus" in s and "ε = 0.5" in s)
+    rows = {(row[0], row[1]): row for table in found.tables for row in table.rows}
+    row = rows["`xcal`", "0.5"]
+    said = {"better": "the same direction", "worse": "the opposite direction"}.get(row[7], row[7])
+    assert ours.endswith(
+        " Of ROAD it prints a difference of +65.0 on its own scale; on ours it is"
+        f" {row[6].rsplit(' ', 1)[0]}: {said}."
+    )
+
+
+def clients_view(tmp_path: Path, keep: Callable[[Cell], bool]) -> StudyView:
+    base, results = made_up_results(tmp_path / "a", seeds=1), Results(tmp_path / "b")
+    test = base.test_set("blood-cells-64px")
+    choice = Choice(("blood-cells",), ("efficientnet_b0",), ("fl-dp", "xcal"), (0.5,), 2)
+    grid = declare("clients", "laptop", choice)
+    for cell in filter(keep, grid.cells):
+        results.write("laptop", made_up_cell(cell, test), test)
+    return view(grid, results)
+
+
+def test_sentences_on_clients_name_how_many_and_how_unlike(tmp_path: Path) -> None:
+    found = clients_view(tmp_path, lambda cell: True)
+    begins = [s.split(", ε")[0] for s in found.sentences]
+    assert "blood-cells, efficientnet_b0, N = 3, iid" in begins
+    assert "blood-cells, efficientnet_b0, N = 50, label" in begins
+    assert len(set(begins)) == len(begins)
+    assert "yet" not in found.answer
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (("N = 3, iid",), "with N = 3: no other number of clients has been run yet, nor any that"),
+        (("N = 3, ",), "with N = 3: no other number of clients has been run yet."),
+        (("N = 3, iid", "N = 10, iid"), "unlike ones have not been run yet."),
+    ],
+)
+def test_what_more_clients_do_is_not_answered_by_one_number(
+    tmp_path: Path, keep: tuple[str, ...], said: str
+) -> None:
+    found = clients_view(tmp_path, lambda cell: cell.variant.startswith((*keep, "bound")))
+    assert said in found.answer
+
+
+def test_the_ablation_says_worse_where_the_interval_does(results: Results) -> None:
+    for table in view(declare("ablation", "laptop", SMALL), results).tables:
+        for row in table.rows:
+            for text in (row[2], row[3], row[5]):
+                shown = re.search(r"\[(.)0\.\d+, (.)0\.\d+\] \d:\d(, better|, worse)?$", text)
+                if shown is not None and "0.000" not in text.split("[")[1]:
+                    verdict = {"++": ", better", "−−": ", worse"}.get(shown[1] + shown[2])
+                    assert shown[3] == verdict, text
+    everything = str(view(declare("ablation", "laptop", SMALL), results).tables)
+    assert ", worse" in everything or ", better" in everything
+
+
+def test_a_method_without_a_budget_is_told_and_not_dropped(tmp_path: Path) -> None:
+    results = made_up_results(tmp_path, seeds=1)
+    test = results.test_set("blood-cells-64px")
+    grid = declare("efficiency", "laptop", SMALL)
+    for cell in grid.cells:
+        values = made_up_cell(cell, test)
+        if cell.method == "agp":  # as real ones are: nothing is promised, nothing is spent
+            rounds = values["rounds"]
+            rounds["share"] = [[None for _ in line] for line in rounds["share"]]
+        results.write("laptop", values, test)
+    found = view(grid, results)
+    assert "`agp`" not in {row[0] for row in found.tables[0].rows}
+    assert [s for s in found.sentences if "its ε is nominal" in s] == list(found.sentences)
+    assert len(found.sentences) == 1 and found.sentences[0].startswith("`agp` has no row")
 
 
 def test_nothing_finished_is_nothing_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import json
 import os
 import signal
@@ -14,14 +15,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from made_up import made_up_cell
 from support import TINY, xcal_environment, xcal_process
+from xcal.cli.study import study_command
 from xcal.errors import UserError
+from xcal.federation.constants import with_constants
+from xcal.federation.setup import prepare
 from xcal.studies.cell import Talk, explained_subset, run_cell
 from xcal.studies.declared import declare
-from xcal.studies.grid import Cell, Grid
-from xcal.studies.runner import Options, how_many, run_grid
-from xcal.studies.store import CellResult, Results, TestSet, merge, pack, table_text
+from xcal.studies.grid import BUSY, Cell, Choice, Grid
+from xcal.studies.runner import Options, Outcome, how_many, run_grid
+from xcal.studies.store import CellResult, Results, TestSet, merge, table_text
 
 TINY_KEYS = {k: v for k, v in TINY.items() if k != "threads"}
 
@@ -155,19 +162,7 @@ def test_smoke_takes_less_than_a_minute_and_is_not_repeated(tmp_path: Path) -> N
 def fake_result(results: Results, cell: Cell, f1: float) -> None:
     labels = np.arange(8, dtype=np.int64) % 2
     test = TestSet("t-16px", ("a", "b"), "picture", labels, np.arange(8))
-    values = {
-        "id": cell.id,
-        "status": "finished",
-        "keys": dict(cell.keys),
-        "macro_f1": f1,
-        "road": 0.1,
-        "predicted": pack(labels.astype(np.uint8)),
-        "test_set": "t-16px",
-        "versions": {"python": "3"},
-        "commit": "c",
-        "command": "xcal study",
-    }
-    results.write("smoke", values, test)
+    results.write("smoke", made_up_cell(cell, test) | {"macro_f1": f1}, test)
 
 
 def test_results_of_two_machines_merge(tmp_path: Path) -> None:
@@ -183,6 +178,66 @@ def test_results_of_two_machines_merge(tmp_path: Path) -> None:
     assert here.has(cells[1]) and here.test_set("t-16px").classes == ("a", "b")
     with pytest.raises(UserError, match="holds no results"):
         merge(here, [Results(tmp_path / "nowhere")])
+
+
+class Told:
+    """A watcher that remembers the messages."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def begin(self, total: int, known: int) -> None: ...
+
+    def started(self, cell: Cell) -> None: ...
+
+    def moved(self, done: float, seconds_left: float | None) -> None: ...
+
+    def ended(self, cell: Cell, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+
+
+@pytest.mark.parametrize("made_meanwhile", [False, True])
+def test_a_cell_that_another_process_makes_is_left_to_it(
+    tmp_path: Path, made_meanwhile: bool
+) -> None:
+    cell, results = tiny_cell(), Results(tmp_path / "r")
+    lock = tmp_path / "w" / "smoke" / f"{cell.id}.lock"
+    lock.parent.mkdir(parents=True)
+    told = Told()
+    if made_meanwhile:
+        told.started = lambda cell: fake_result(results, cell, 0.5)  # type: ignore[method-assign]
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        grid = Grid("x", "smoke", (cell,))
+        out = run_grid(grid, Options(results.path, tmp_path / "w", jobs=1), told)
+    assert [m["code"] for m in told.messages] == [BUSY] and not out.failed
+    assert (out.finished, out.elsewhere) == ((1, []) if made_meanwhile else (0, [cell]))
+    assert not (tmp_path / "w" / "smoke" / cell.id).exists()
+
+
+def test_the_command_says_what_is_left_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = declare("privacy-utility", "smoke").cells[0]
+
+    def busy(grid: Grid, options: Options, watcher: Any, **_: Any) -> Outcome:
+        watcher.begin(3, 0)
+        watcher.ended(cell, {"code": BUSY})
+        return Outcome(3, 2, elsewhere=[cell])
+
+    monkeypatch.setattr("xcal.studies.runner.run_grid", busy)
+    app = typer.Typer()
+    app.command()(study_command)
+    done = CliRunner().invoke(app, ["privacy-utility", "--results", str(tmp_path / "r")])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0 and "failed" not in said
+    assert f"{cell.title} is being made by another process: left to it." in said
+    assert "1 cell is being made by other processes" in said
+
+
+def test_a_group_of_the_smoke_scale_is_large_enough_for_its_batch() -> None:
+    for cell in declare("units", "smoke", Choice(seeds=2)).cells:
+        assert all(prepare(with_constants(cell.experiment())).plans), cell.title
 
 
 def test_time_is_measured_one_at_a_time() -> None:

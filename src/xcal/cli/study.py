@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import types
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 class GridProgress:
     """One bar over the whole grid with what is left of its time, and one line a finished cell."""
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console, title: str, announced: str) -> None:
         self._console = console
         self._title = title
+        self._announced = announced  # said once it is known that the grid can be run
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -53,6 +55,7 @@ class GridProgress:
 
     def begin(self, total: int, known: int) -> None:
         self._ended, self._total = known, total
+        self._console.print(self._announced)
         if known:
             self._console.print(f"{known} of {total} cells are finished already.")
         self._task = self._bar.add_task(self._title, total=total, completed=known, left="")
@@ -66,7 +69,13 @@ class GridProgress:
 
     def ended(self, cell: Cell, message: dict[str, Any]) -> None:
         from xcal.cli.show import number
+        from xcal.studies.grid import BUSY
 
+        if message["code"] == BUSY:
+            self._console.print(
+                f"{cell.title} is being made by another process: left to it.", highlight=False
+            )
+            return
         if message["code"] == 0:
             self._ended += 1
             said = (
@@ -75,10 +84,8 @@ class GridProgress:
                 if message["finished"] == "finished"
                 else "training diverged"
             )
-        elif "error" in message:
-            said = f"failed: {message['error']}"
         else:
-            said = "left to another process"
+            said = f"failed: {message['error']}"
         self._console.print(
             f"{self._ended}/{self._total}  {cell.title}: {said}; {self._left}", highlight=False
         )
@@ -92,16 +99,29 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _split(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+def _split(option: str, text: str | None) -> tuple[str, ...] | None:
+    """The names that an option lists; None where it was not given."""
+    if text is None:
+        return None
+    words = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not words:
+        raise UserError(f"{option} names nothing: give names with commas between, or leave it out.")
+    return words
 
 
 def _numbers(text: str | None) -> tuple[float, ...] | None:
-    words = _split(text)
+    words = _split("--epsilons", text)
     try:
-        return None if words is None else tuple(float(word) for word in words)
+        found = None if words is None else tuple(float(word) for word in words)
     except ValueError:
         raise UserError(f"--epsilons takes numbers with commas between, not {text!r}.") from None
+    for word, epsilon in zip(words or (), found or (), strict=True):
+        if not 0 < epsilon < math.inf:
+            raise UserError(
+                f"--epsilons has {word}, but ε is a number above 0: leave it out, and for training"
+                " without noise choose --methods fl."
+            )
+    return found
 
 
 def study_command(
@@ -129,11 +149,12 @@ def study_command(
 
     The same command again goes on where it stopped; more seeds add to what is there.
     """
-    from xcal.studies.declared import STUDIES, declare
+    from xcal.studies.declared import declare
     from xcal.studies.grid import Choice, only_variants
     from xcal.studies.runner import Options, run_grid
     from xcal.studies.scales import SCALES
     from xcal.studies.store import Results, merge
+    from xcal.studies.whole import whole_grid, whole_grids
 
     console = Console()
     if name == "merge":
@@ -142,8 +163,7 @@ def study_command(
         ours = Results(results)
         merged = merge(ours, [Results(folder) for folder in folders])
         for known in ours.scales():
-            for study in STUDIES if known in SCALES else ():
-                grid = declare(study, known)
+            for grid in whole_grids(known, ours).values() if known in SCALES else ():
                 if ours.of_grid(grid):
                     ours.write_table(grid)
         console.print(
@@ -157,10 +177,16 @@ def study_command(
         return
     if folders:
         raise UserError(f"{folders[0]} is one argument too many: only `merge` takes folders.")
-    choice = Choice(_split(data), _split(network), _split(methods), _numbers(epsilons), seeds)
+    choice = Choice(
+        _split("--data", data),
+        _split("--network", network),
+        _split("--methods", methods),
+        _numbers(epsilons),
+        seeds,
+    )
     grid = declare(name, scale, choice)
     if variants is not None:
-        grid = only_variants(grid, _split(variants) or ())
+        grid = only_variants(grid, _split("--variants", variants) or ())
     if plan:
         there = Results(results).of_grid(grid)
         for cell in grid.cells:
@@ -178,13 +204,21 @@ def study_command(
         device=device,
     )
     again = "The same command goes on from here."
-    console.print(f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}")
-    with interruptible(console, again), GridProgress(console, name) as progress:
-        outcome = run_grid(grid, options, progress, whole=declare(name, scale))
+    said = f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}"
+    with interruptible(console, again), GridProgress(console, name, said) as progress:
+        outcome = run_grid(
+            grid, options, progress, whole=lambda: whole_grid(name, scale, Results(results))
+        )
     console.print(
         f"{outcome.finished} of {outcome.total} cells are finished; the table is"
-        f" {results / f'{name}-{scale}.csv'}."
+        f" {Results(results).table_path(name, scale)}."
     )
+    if outcome.elsewhere:
+        others = len(outcome.elsewhere)
+        console.print(
+            f"{others} cell{' is' if others == 1 else 's are'} being made by other processes, which"
+            " write the results; the same command later sees them."
+        )
     if outcome.out_of_time:
         console.print(f"The {limit_minutes:g} minutes are over. {again}")
     if outcome.failed:

@@ -28,10 +28,10 @@ from xcal.report.study_courses import PlaceCourse, courses_of
 from xcal.report.study_figures import figures_of, not_scaled
 from xcal.report.study_panel import StudyPanel, absent_note, study_panels
 from xcal.studies.analysis import Place
-from xcal.studies.declared import STUDIES, declare
 from xcal.studies.scales import SCALES
 from xcal.studies.store import Results
 from xcal.studies.tables import StudyView, view
+from xcal.studies.whole import whole_grids
 from xcal.studies.wording import Table
 
 SHOWN = ("privacy-utility", "ablation", "efficiency", "clients", "overhead", "units")
@@ -121,12 +121,11 @@ def _named(runs: Sequence[RunView]) -> list[RunView]:
 
 
 def _sections(results: Results, scale: str) -> tuple[list[StudySection], set[str]]:
+    """The studies' sections, and the cells that belong to any study."""
     views, declared = [], set[str]()
-    for study in STUDIES:
-        try:
-            grid = declare(study, scale)
-        except UserError:  # a scale of another version
-            continue
+    if scale not in SCALES:  # of another version
+        return [], declared
+    for study, grid in whole_grids(scale, results).items():
         declared |= {cell.id for cell in grid.cells}
         if study not in SHOWN:
             continue

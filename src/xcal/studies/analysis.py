@@ -146,11 +146,11 @@ def interval(d: Difference, digits: int = 3) -> str:
     return f"{signed(d.mean, digits)} [{signed(d.low, digits)}, {signed(d.high, digits)}]"
 
 
-def printed_gain(place: Place) -> float | None:
-    """What the paper's method gains over static noise in F1, as printed."""
+def printed_gain(place: Place, measure: Measure = "macro_f1") -> float | None:
+    """What the paper's method gains over static noise, as printed; ROAD in the paper's percent."""
     theirs, static = (
         printed(
-            "macro_f1",
+            measure,
             place.data,
             method,
             place.epsilon,
@@ -163,28 +163,51 @@ def printed_gain(place: Place) -> float | None:
     return None if theirs is None or static is None else theirs - static
 
 
-def beside_the_paper(found: Comparison) -> str | None:
-    """One plain sentence: what the paper prints of this pair, what came out here."""
+def beside_the_paper(found: Comparison, *, name_clients: bool = False) -> str | None:
+    """In plain words: what the paper prints of this pair, what came out here."""
     place, d = found.series.place, found.f1
     gain = printed_gain(place)
     if gain is None:
         return None
-    where = f"{place.data}, {place.network}, ε = {place.epsilon:g}"
+    clients = f"N = {place.clients}, {place.partition}, " if name_clients else ""
+    where = f"{place.data}, {place.network}, {clients}ε = {place.epsilon:g}"
     other = "" if place.network in PAPER_NETWORK else " (with EfficientNet-B0)"
     seeds = f"{d.seeds} seed{'s' if d.seeds > 1 else ''}"
     said = (
         f"{where}: the paper prints an F1 difference of {signed(gain)}{other} between XCal-FL and"
-        f" static noise; `{found.series.method}` minus `{found.reference.method}` is"
-        f" {interval(d)} here over {seeds}"
+        " static noise; "
     )
+    ours, reference = f"`{found.series.method}`", f"`{found.reference.method}`"
+    if d.same:
+        said += f"{ours} and {reference} give the same answers here over {seeds}, which says"
+        return said + " nothing about it." + _road_beside_the_paper(found)
+    said += f"{ours} minus {reference} is {interval(d)} here over {seeds}"
     if d.seeds < 2:
         return said + ": too few for a verdict."
     if d.verdict == "no difference shown":
         ruled_out = gain > d.high or gain < d.low
         tail = ", and one as large as printed is outside the interval" if ruled_out else ""
-        return said + f": no difference shown{tail}."
-    agrees = (gain > 0) == (d.mean > 0)
-    return said + (": the same direction." if agrees else ": the opposite direction.")
+        said += f": no difference shown{tail}."
+    else:
+        said += f": {_direction(gain, d)}."
+    return said + _road_beside_the_paper(found)
+
+
+def _road_beside_the_paper(found: Comparison) -> str:
+    """The same of ROAD. Its scales differ, so only the direction is compared."""
+    gain, d = printed_gain(found.series.place, "road"), found.road
+    if gain is None or d is None or d.seeds < 2 or d.same:
+        return ""
+    shown = d.verdict != "no difference shown"
+    said = (
+        f" Of ROAD it prints a difference of {signed(gain, 1)} on its own scale; on ours it is"
+        f" {interval(d)}"
+    )
+    return said + (f": {_direction(gain, d)}." if shown else ": no difference shown.")
+
+
+def _direction(gain: float, d: Difference) -> str:
+    return "the same direction" if (gain > 0) == (d.mean > 0) else "the opposite direction"
 
 
 def answer(comparisons: Sequence[Comparison], what: str) -> str:
@@ -208,6 +231,17 @@ def answer(comparisons: Sequence[Comparison], what: str) -> str:
     for name, words in others.items():
         text += f"; {name} {count(words)}" if words else ""
     return text + "."
+
+
+def not_run_yet(series: Iterable[Series]) -> str:
+    """What an answer about more clients, and clients that are unlike, cannot know yet."""
+    places = [s.place for s in series if s.method != "centralized"]
+    counts, alike = {p.clients for p in places}, {p.partition for p in places} == {"iid"}
+    if len(counts) == 1:
+        unlike = ", nor any that are unlike" if alike else ""
+        n = min(counts)
+        return f" This is all with N = {n}: no other number of clients has been run yet{unlike}."
+    return " All of these clients are alike: unlike ones have not been run yet." if alike else ""
 
 
 # --- efficiency -----------------------------------------------------------------------------------
@@ -310,6 +344,23 @@ def course_of(series: Series) -> Course | None:
         early_peaks=early,
         sigma=np.mean(sigmas, axis=0),
     )
+
+
+def without_course(series: Iterable[Series]) -> list[str]:
+    """Why methods that were run have no course, a sentence each."""
+    said = {}
+    for one in series:
+        if course_of(one) is not None:
+            continue
+        spent = [r.values["rounds"]["share"] for r in one.cells.values()]
+        counted = all(s is not None for rounds in spent for line in rounds for s in line)
+        said[one.method, counted] = f"`{one.method}` has no row" + (
+            f" for {one.place.data}, {one.place.network}: on the way it was measured too rarely."
+            if counted
+            else ": it promises nothing, its ε is nominal, and so there is no budget of which a"
+            " share could be spent."
+        )
+    return list(said.values())
 
 
 def round_seconds(series: Series) -> list[float]:

@@ -7,6 +7,7 @@ and what it had trained is taken up again by the next one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -249,6 +250,17 @@ def _end_with_the_runner() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _held(lock: Path) -> bool:
+    """Whether the cell is this process's own from now to its end, however it ends."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def main() -> int:
     orders = json.loads(sys.stdin.buffer.readline())
     _end_with_the_runner()
@@ -257,18 +269,24 @@ def main() -> int:
     work, results = Path(orders["work"]), Results(Path(orders["results"]))
     weights = None if orders["weights"] is None else Path(orders["weights"])
     talk = Talk()
+    lock = work.with_name(f"{work.name}.lock")
+    # A result that came since this process was started is another runner's work too.
+    if not _held(lock) or results.has(cell):
+        return BUSY
     try:
         values, test = run_cell(cell, work, weights, orders["command"], talk, orders["device"])
     except UserError as error:
-        busy = "being worked on by another process" in str(error)
+        if "being worked on by another process" in str(error):  # `xcal run --resume` of a user
+            return BUSY
         talk.tell(error=str(error))
-        return BUSY if busy else FAILED
+        return FAILED
     if test is None:
         results.write_failed(cell.scale, values)
     else:
         results.write(cell.scale, values, test)
     if not orders["keep"]:
         shutil.rmtree(work, ignore_errors=True)
+    lock.unlink(missing_ok=True)  # who waits at it still, sees the result
     talk.tell(
         finished=values["status"],
         macro_f1=values.get("macro_f1"),

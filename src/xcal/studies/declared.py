@@ -120,11 +120,7 @@ def _available(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def _methods(choice: Choice, offered: Sequence[str]) -> tuple[str, ...]:
-    if choice.methods is None:
-        return _available(offered)
-    for method in choice.methods:
-        get_method(method)  # an unknown name is refused, with the nearest known one
-    return choice.methods
+    return _available(offered) if choice.methods is None else choice.methods
 
 
 def privacy_utility(scale: Scale, choice: Choice) -> Grid:
@@ -287,7 +283,7 @@ def units(scale: Scale, choice: Choice) -> Grid:
                     cells.append(make_cell(scale.name, values, scale.explained))
                     # Few groups: a small expected batch. Noise on its mean is as much larger, so
                     # the rate is as much smaller.
-                    batch = min(32, values["batch"])
+                    batch = min(8 if scale.name == "smoke" else 32, values["batch"])
                     lr = values["lr"] * batch / values["batch"]
                     whole = values | {"unit": "group", "batch": batch, "lr": lr}
                     whole["images_per_unit"] = 4
@@ -317,6 +313,8 @@ def declare(study: str, scale: str, choice: Choice | None = None) -> Grid:
         raise UserError(
             f"Unknown study {study!r}.{nearest(study, tuple(STUDIES))} Known: {', '.join(STUDIES)}."
         )
+    for method in (choice or Choice()).methods or ():
+        get_method(method)  # an unknown name is refused, with the nearest known one
     return STUDIES[study](get_scale(scale), choice or Choice())
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Cell:
     def __hash__(self) -> int:
         return hash(self.id)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """The cell's name for ever: a digest of its scale's measuring and of its keys."""
         text = json.dumps([self.scale, self.explained, dict(self.keys)], sort_keys=True)

@@ -9,29 +9,20 @@ from scipy import stats
 
 from xcal.studies.analysis import BASELINE, Comparison, Series, find, printed_gain, signed
 from xcal.studies.statistics import Difference
-from xcal.studies.wording import NOTHING, Table, difference, epsilon_text, figure, where
+from xcal.studies.wording import NOTHING, SHOWN, Table, epsilon_text, figure, judged, where
 
 RIVALS = ("xcal", "xcal-paper", "agp")
-_SHOWN = ("better", "worse")
 
 
 def _with_verdict(d: Difference | None) -> str:
     """The difference, and what can be said of it where that is anything."""
-    if d is not None and _same(d):
-        return "the same answers"
-    said = f", {d.verdict}" if d is not None and d.verdict in _SHOWN else ""
-    return difference(d) + said
-
-
-def _same(d: Difference) -> bool:
-    """Whether no answer differs in any draw: models that learnt nothing compare nothing."""
-    return d.wins == d.losses == 0 and d.low == d.high == 0
+    return "the same answers" if d is not None and d.same else judged(d)
 
 
 def printed_gains(comparisons: Sequence[Comparison]) -> str:
     """A sentence: in how many places the printed gain is more than the interval allows."""
     told = [(printed_gain(c.series.place), c.f1) for c in comparisons]
-    found = [(gain, d) for gain, d in told if gain is not None and d.seeds >= 2 and not _same(d)]
+    found = [(gain, d) for gain, d in told if gain is not None and d.seeds >= 2 and not d.same]
     if not found:
         return ""
     above = sum(gain > d.high for gain, d in found)
@@ -175,7 +166,7 @@ def variants_overview(
 
         static, default = of(to_static), of(to_default)
         verdicts = [c.f1.verdict for c in static]
-        shown = ", ".join(f"{w} in {verdicts.count(w)}" for w in _SHOWN if w in verdicts)
+        shown = ", ".join(f"{w} in {verdicts.count(w)}" for w in SHOWN if w in verdicts)
         rows.append(
             (
                 f"`{method}`" + (f", {variant}" if variant else ""),

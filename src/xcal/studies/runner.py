@@ -58,6 +58,7 @@ class Outcome:
     total: int
     finished: int
     failed: list[tuple[Cell, str]] = field(default_factory=list)
+    elsewhere: list[Cell] = field(default_factory=list)  # another process is at them
     out_of_time: bool = False
 
 
@@ -181,7 +182,7 @@ class _Running:
 
     def _listen(self, news: queue.Queue[Any]) -> None:
         last: dict[str, Any] = {}
-        assert self.process.stdout is not None
+        assert self.process.stdout is not None and self.process.stdin is not None
         for line in self.process.stdout:
             try:
                 last = json.loads(line)
@@ -189,6 +190,8 @@ class _Running:
                 continue
             news.put((self, last))
         code = self.process.wait()
+        self.process.stdout.close()
+        self.process.stdin.close()
         news.put((self, {**last, "code": code}))
 
     def stop(self) -> None:
@@ -206,18 +209,19 @@ def run_grid(
     options: Options,
     watcher: Watcher | None = None,
     clock: Callable[[], float] = time.monotonic,
-    whole: Grid | None = None,
+    whole: Callable[[], Grid] | None = None,
 ) -> Outcome:
     """Run the cells that the results lack, and write the grid's table whenever one ends.
 
-    `whole` is the study's full grid where `grid` is a part of it: the table shows what is there of
-    both.
+    `whole` tells the study's full grid where `grid` is a part of it: the table shows what is there
+    of both. It is asked each time, for other runners finish cells too.
     """
-    listed = (
-        grid
-        if whole is None
-        else replace(grid, cells=without_repetition((*whole.cells, *grid.cells)))
-    )
+
+    def listed() -> Grid:
+        full = () if whole is None else whole().cells
+        return replace(grid, cells=without_repetition((*full, *grid.cells)))
+
+    listed()  # results that cannot be read are refused before anything starts
     watcher = watcher or Nobody()
     results = Results(options.results)
     weights = default_weights(options.weights)
@@ -258,7 +262,7 @@ def run_grid(
                 if "code" in message:
                     running.remove(who)
                     _settle(who, message, outcome, watcher, estimate)
-                    results.write_table(listed)
+                    results.write_table(listed())
             done = outcome.finished + sum(r.share for r in running)
             watcher.moved(done, _time_left(waiting, running, estimate, jobs))
     finally:
@@ -266,7 +270,10 @@ def run_grid(
             process.stop()
         for process in running:
             process.process.wait()
-    results.write_table(listed)
+    others_made = [cell for cell in outcome.elsewhere if results.has(cell)]
+    outcome.finished += len(others_made)
+    outcome.elsewhere = [cell for cell in outcome.elsewhere if cell not in others_made]
+    results.write_table(listed())
     return outcome
 
 
@@ -282,7 +289,10 @@ def _settle(
         outcome.finished += 1
         estimate.add(who.cell, time.monotonic() - who.began)
         who.log.unlink(missing_ok=True)
-    elif code != BUSY:  # who is at it writes the result
+    elif code == BUSY:  # who is at it writes the result
+        outcome.elsewhere.append(who.cell)
+        who.log.unlink(missing_ok=True)
+    else:
         message["error"] = message.get("error") or who.complaint()
         outcome.failed.append((who.cell, message["error"]))
     watcher.ended(who.cell, message)

@@ -60,6 +60,11 @@ class Difference:
             return "worse"
         return "no difference shown"
 
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs in any draw: models that learnt nothing compare nothing."""
+        return self.wins == self.losses == 0 and self.low == self.high == 0
+
 
 def summarise(values: Sequence[float]) -> Summary:
     array = np.asarray(values, dtype=float)

@@ -6,11 +6,9 @@ halve or overwrite a result, and results of several machines are merged by copyi
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +18,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes
+from xcal.federation.files import write_bytes
+from xcal.studies.checks import (
+    Damaged,
+    check_against_set,
+    check_cell,
+    check_set,
+    no_result,
+    no_set,
+    read_file,
+)
 from xcal.studies.grid import Cell, Grid
+from xcal.studies.packing import pack, unpack
+
+__all__ = [
+    "COLUMNS",
+    "ROAD_STEP",
+    "CellResult",
+    "Merged",
+    "Results",
+    "TestSet",
+    "group_numbers",
+    "merge",
+    "pack",
+    "rank_images",
+    "table_row",
+    "table_text",
+    "unpack",
+]
 
 ROAD_STEP = 1e-4  # scores of images are kept to this
-
-
-def pack(values: NDArray[Any]) -> str:
-    """An integer array as text: its type, then its compressed bytes."""
-    small = np.ascontiguousarray(values)
-    text = base64.b64encode(zlib.compress(small.tobytes(), 9)).decode("ascii")
-    return f"{small.dtype.str}:{text}"
-
-
-def unpack(text: str) -> NDArray[Any]:
-    kind, _, body = text.partition(":")
-    return np.frombuffer(zlib.decompress(base64.b64decode(body)), dtype=np.dtype(kind))
 
 
 def rank_images(probabilities: NDArray[Any]) -> NDArray[Any]:
@@ -127,6 +139,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._sets: dict[str, TestSet] = {}
 
     def _cell_path(self, scale: str, cell: str) -> Path:
         return self.path / "cells" / scale / f"{cell}.json"
@@ -136,35 +149,66 @@ class Results:
 
     def write(self, scale: str, values: Mapping[str, Any], test: TestSet) -> None:
         """The set first: a cell's file never names a set that is not there."""
-        write_atomically(self.path / "sets" / f"{test.name}.json", test.as_dict())
+        write_atomically(self._set_path(test.name), test.as_dict())
+        self._sets.pop(test.name, None)
         write_atomically(self._cell_path(scale, str(values["id"])), values)
 
     def write_failed(self, scale: str, values: Mapping[str, Any]) -> None:
         write_atomically(self._cell_path(scale, str(values["id"])), values)
 
     def read(self, scale: str, cell: str) -> CellResult | None:
+        """A cell's result; a file that is none is refused in a sentence."""
         path = self._cell_path(scale, cell)
-        return CellResult(read_json(path)) if path.exists() else None
+        return self._read(scale, path) if path.exists() else None
+
+    def _read(self, scale: str, path: Path) -> CellResult:
+        try:
+            values = read_file(path)
+            check_cell(values, scale, path.stem)
+            if values["status"] == "finished":
+                test = self.test_set(values["test_set"])
+                check_against_set(values, test.labels, len(test.classes))
+        except Damaged as why:
+            raise no_result(path, why) from None
+        return CellResult(values)
 
     def all(self, scale: str) -> list[CellResult]:
         folder = self.path / "cells" / scale
-        return [CellResult(read_json(p)) for p in sorted(folder.glob("*.json"))]
+        return [self._read(scale, p) for p in sorted(folder.glob("*.json"))]
 
     def scales(self) -> list[str]:
         folder = self.path / "cells"
         return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
 
+    def _set_path(self, name: str) -> Path:
+        return self.path / "sets" / f"{name}.json"
+
+    def has_set(self, name: str) -> bool:
+        return self._set_path(name).exists()
+
     def test_set(self, name: str) -> TestSet:
-        return TestSet.of(read_json(self.path / "sets" / f"{name}.json"))
+        """Read once: every cell on it is held against it."""
+        if name not in self._sets:
+            path = self._set_path(name)
+            try:
+                values = read_file(path)
+                check_set(values, name)
+            except Damaged as why:
+                raise no_set(path, why) from None
+            self._sets[name] = TestSet.of(values)
+        return self._sets[name]
 
     def of_grid(self, grid: Grid) -> dict[Cell, CellResult]:
         """What is there of a grid."""
         found = {cell: self.read(cell.scale, cell.id) for cell in grid.cells}
         return {cell: result for cell, result in found.items() if result is not None}
 
+    def table_path(self, study: str, scale: str) -> Path:
+        return self.path / f"{study}-{scale}.csv"
+
     def write_table(self, grid: Grid) -> Path:
         """The grid's finished cells as CSV, one row each: a view of the cells' files."""
-        path = self.path / f"{grid.study}-{grid.scale}.csv"
+        path = self.table_path(grid.study, grid.scale)
         write_text(path, table_text(self.of_grid(grid)))
         return path
 
@@ -240,25 +284,49 @@ class Merged:
 
 
 def merge(into: Results, others: Iterable[Results]) -> Merged:
-    """Take over the cells that others have and we have not. Ours are never overwritten."""
-    added, known, different = 0, 0, list[str]()
+    """Take over the cells that others have and we have not. Ours are never overwritten.
+
+    All that is there is looked at before anything is copied: one file that is no result, and
+    nothing changes.
+    """
+    new, known, different = dict[tuple[str, str], tuple[Results, CellResult]](), 0, list[str]()
+    sets = dict[str, Results]()  # whose description of a test set counts: ours, or the first
     for other in others:
         if not other.scales():
             raise UserError(f"{other.path} holds no results: name a folder with cells in it.")
         for scale in other.scales():
             for result in other.all(scale):
                 ours = into.read(scale, result.id)
-                if ours is not None:
+                if ours is None and (scale, result.id) in new:  # of a folder named before
+                    ours = new[scale, result.id][1]
+                if ours is None:
+                    new[scale, result.id] = (other, result)
+                    if result.finished:
+                        name = str(result.values["test_set"])
+                        _same_set(
+                            sets.setdefault(name, into if into.has_set(name) else other),
+                            other,
+                            name,
+                        )
+                else:
                     known += 1
                     if _outcome(ours) != _outcome(result):
                         different.append(result.id)
-                    continue
-                if result.finished:
-                    into.write(scale, result.values, other.test_set(result.values["test_set"]))
-                else:
-                    into.write_failed(scale, result.values)
-                added += 1
-    return Merged(added, known, tuple(different))
+    for (scale, _), (other, result) in new.items():
+        if result.finished:
+            into.write(scale, result.values, other.test_set(result.values["test_set"]))
+        else:
+            into.write_failed(scale, result.values)
+    return Merged(len(new), known, tuple(different))
+
+
+def _same_set(ours: Results, other: Results, name: str) -> None:
+    """Refuse cells measured on other images than ours of that name: they compare nothing."""
+    if ours is not other and ours.test_set(name).as_dict() != other.test_set(name).as_dict():
+        raise UserError(
+            f"The test set {name} of {other.path} is not the one of {ours.path}: their cells were"
+            " measured on other images and cannot be merged."
+        )
 
 
 def _outcome(result: CellResult) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from xcal.studies.analysis import (
     course_of,
     find,
     interval,
+    not_run_yet,
     of_grid,
     round_seconds,
     signed,
+    without_course,
 )
 from xcal.studies.grid import Grid
 from xcal.studies.overview import (
@@ -44,6 +46,7 @@ from xcal.studies.wording import (
     difference,
     epsilon_text,
     figure,
+    judged,
     printed_text,
     verdict,
     where,
@@ -157,8 +160,9 @@ def clients_view(grid: Grid, results: Results) -> StudyView:
         for group in _by_place(series).values()
     ]
     pairs = comparisons_of(series, results, ("xcal-paper", "xcal"))
-    sentences = [s for s in map(beside_the_paper, pairs) if s is not None]
-    said = answer(pairs, "of a steered method with static noise")
+    told = (beside_the_paper(c, name_clients=True) for c in pairs)
+    sentences = [s for s in told if s is not None]
+    said = answer(pairs, "of a steered method with static noise") + not_run_yet(series)
     return _view(grid, series, said, tables, sentences)
 
 
@@ -183,10 +187,10 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
                 (
                     f"`{one.method}`" + (f", {one.variant}" if one.variant else ""),
                     figure(one.summary("macro_f1")),
-                    difference(to_default.f1 if to_default else None),
-                    difference(to_static.f1 if to_static else None),
+                    judged(to_default.f1 if to_default else None),
+                    judged(to_static.f1 if to_static else None),
                     figure(one.summary("road")),
-                    difference(to_default.road if to_default else None),
+                    judged(to_default.road if to_default else None),
                     auroc_difference(to_default),
                     auroc_difference(to_static),
                 )
@@ -425,4 +429,7 @@ _VIEWS = {
 
 def view(grid: Grid, results: Results) -> StudyView:
     """What the finished cells of a grid say."""
-    return _VIEWS[grid.study](grid, results)
+    found = _VIEWS[grid.study](grid, results)
+    if grid.study == "efficiency":
+        found = replace(found, sentences=(*found.sentences, *without_course(found.series)))
+    return found

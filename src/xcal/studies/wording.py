@@ -9,6 +9,7 @@ from xcal.studies.paper import printed
 from xcal.studies.statistics import Difference, Summary, summarise
 
 NOTHING = "–"
+SHOWN = ("better", "worse")  # verdicts that say something
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,17 @@ def difference(d: Difference | None) -> str:
     return f"{interval(d)} {d.wins}:{d.losses}"
 
 
+def judged(d: Difference | None) -> str:
+    """The difference, with its verdict where that says something."""
+    return difference(d) + (f", {d.verdict}" if d is not None and d.verdict in SHOWN else "")
+
+
 def auroc_difference(found: Comparison | None) -> str:
     """With interval and verdict where images' ranks were kept, else by seed and without."""
     if found is None or not found.auroc_by_seed:
         return NOTHING
     if found.auroc is not None:
-        shown = found.auroc.verdict in ("better", "worse")
-        return difference(found.auroc) + (f", {found.auroc.verdict}" if shown else "")
+        return judged(found.auroc)
     each = found.auroc_by_seed
     over = summarise(each)
     spread = "" if over.deviation is None else f" ± {over.deviation:.3f}"
