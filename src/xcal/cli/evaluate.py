@@ -44,7 +44,7 @@ def evaluate_command(
     if as_json:
         typer.echo(json.dumps({"run": run.name, **found}, indent=2))
         return
-    _show(Console(markup=False, emoji=False), found)
+    _show(Console(), found)
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def explain_command(
             f"{item.road:+.3f}",
         )
         table.add_row(*map(escape, row))  # a name with brackets is a name, not a style
-    console = Console(markup=False, emoji=False)
+    console = Console()
     console.print(table)
     for item in found:
         for note in item.notes:
