@@ -238,7 +238,7 @@ def not_run_yet(series: Iterable[Series]) -> str:
     places = [s.place for s in series if s.method != "centralized"]
     counts, alike = {p.clients for p in places}, {p.partition for p in places} == {"iid"}
     if len(counts) == 1:
-        unlike = ", nor any that are unlike" if alike else ""
+        unlike = ", nor clients with shifted data" if alike else ""
         n = min(counts)
         return f" This is all with N = {n}: no other number of clients has been run yet{unlike}."
     return " All of these clients are alike: unlike ones have not been run yet." if alike else ""
