@@ -229,7 +229,10 @@ def test_sentences_on_clients_name_how_many_and_how_unlike(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        (("N = 3, iid",), "with N = 3: no other number of clients has been run yet, nor clients with"),
+        (
+            ("N = 3, iid",),
+            "with N = 3: no other number of clients has been run yet, nor clients with",
+        ),
         (("N = 3, ",), "with N = 3: no other number of clients has been run yet."),
         (("N = 3, iid", "N = 10, iid"), "unlike ones have not been run yet."),
     ],
