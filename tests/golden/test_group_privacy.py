@@ -9,7 +9,7 @@ import pytest
 
 import xcal
 from support import TINY
-from xcal.privacy.calibration import group_epsilon
+from xcal.privacy.groups import group_epsilon
 
 
 @pytest.mark.parametrize(

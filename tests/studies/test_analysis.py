@@ -13,12 +13,10 @@ import pytest
 from made_up import made_up_cell, made_up_results
 from xcal.studies.analysis import (
     beside_the_paper,
-    course_of,
-    first_fall,
-    lowess,
     round_seconds,
 )
 from xcal.studies.declared import declare
+from xcal.studies.efficiency import course_of, first_fall, lowess
 from xcal.studies.grid import Cell, Choice
 from xcal.studies.paper import printed
 from xcal.studies.statistics import Difference

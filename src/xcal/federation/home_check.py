@@ -12,7 +12,7 @@ from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
 from xcal.federation.site import remembered_head
-from xcal.privacy.ledger import check_clock
+from xcal.privacy.ledger_head import check_clock
 from xcal.privacy.ledger_rows import check_head, read_rows, terms_of, verify
 
 Level = Literal["ok", "warning", "problem"]

@@ -14,10 +14,8 @@ import json
 import math
 import os
 import sqlite3
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +24,7 @@ from xcal.durable import sync_folder
 from xcal.errors import UserError
 from xcal.privacy.accounting import budget_at, step_cost
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter, add_up
+from xcal.privacy.ledger_head import check_clock, write_head
 from xcal.privacy.ledger_rows import (
     GENESIS,
     RULES,
@@ -54,9 +53,6 @@ from xcal.privacy.ledger_rows import (
     sums_within,
     terms_of,
 )
-
-CLOCK_SLACK = 3600.0
-"""Seconds by which a ledger may lie in the future of the clock: machines differ by minutes."""
 
 _TABLES = """
 CREATE TABLE rows (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NULL,
@@ -118,38 +114,6 @@ def create(path: Path, terms: Terms) -> None:
         raise refuse(
             path, "cannot be created: is the folder writable and the disk not full?"
         ) from error
-
-
-def write_head(path: Path, head: Head) -> None:
-    """Durably, the head file beside a ledger."""
-    target = head_path(path)
-    scratch = target.with_name(target.name + ".new")
-    with open(scratch, "w") as file:
-        file.write(f"{head.count} {head.hash}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, target)
-
-
-def check_clock(path: Path) -> None:
-    """Refuse a ledger that was written in what this machine takes for the future.
-
-    Nothing is computed from the time of day. But a clock that went back is what a machine
-    restored from an old image has, and its ledger may then be old as well: someone should look.
-    """
-    try:
-        written = head_path(path).stat().st_mtime
-    except OSError:
-        return  # a missing head file is refused for itself
-    if written > time.time() + CLOCK_SLACK:
-        times = [datetime.fromtimestamp(t, UTC) for t in (written, time.time())]
-        when, now = (f"{t:%Y-%m-%d %H:%M} UTC" for t in times)
-        raise refuse(
-            path,
-            f"was last written at {when}, and this machine's clock says {now}: set the clock."
-            " If it is right, and was wrong then, make sure that this is the newest copy and say"
-            f" `touch {head_path(path)}`.",
-        )
 
 
 class Ledger:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xcal.durable import sync_folder
 from xcal.errors import UserError
-from xcal.privacy.ledger import write_head
+from xcal.privacy.ledger_head import write_head
 from xcal.privacy.ledger_rows import (
     UNREADABLE,
     Head,

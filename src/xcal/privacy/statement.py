@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.privacy.calibration import Plan, group_epsilon
+from xcal.privacy.calibration import Plan
+from xcal.privacy.groups import group_epsilon
 
 RELATION = (
     "zero-out: two data sets are neighbours when one unit's data are replaced by a null unit that"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xcal.report.figures import Figure, Line, figure_id, tone
-from xcal.studies.analysis import BASELINE, Series, against, course_of, find, lowess
+from xcal.studies.analysis import BASELINE, Series, against, find
+from xcal.studies.efficiency import course_of, lowess
 from xcal.studies.statistics import Measure
 from xcal.studies.store import Results
 from xcal.studies.tables import StudyView

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from xcal.studies.analysis import (
     BASELINE,
     Comparison,
-    Course,
     Place,
     Series,
     against,
     answer,
     beside_the_paper,
-    course_of,
     find,
     interval,
     not_run_yet,
     of_grid,
     round_seconds,
     signed,
+)
+from xcal.studies.efficiency import (
+    course_of,
+    efficiency_answer,
+    efficiency_table,
     without_course,
 )
 from xcal.studies.grid import Grid
@@ -33,7 +36,7 @@ from xcal.studies.overview import (
     printed_gains,
     variants_overview,
 )
-from xcal.studies.paper import PRINTED_OVERHEAD, printed_band, printed_efficiency
+from xcal.studies.paper import PRINTED_OVERHEAD
 from xcal.studies.scales import PAPER_NETWORK
 from xcal.studies.statistics import summarise
 from xcal.studies.store import Results
@@ -224,95 +227,8 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
 def efficiency_view(grid: Grid, results: Results) -> StudyView:
     series = of_grid(grid, results)
     courses = [c for c in map(course_of, series) if c is not None]
-    rows = []
-    for c in courses:
-        p = c.series.place
-        which = c.series.method, p.epsilon
-        rows.append(
-            (
-                f"`{c.series.method}`",
-                where(p),
-                epsilon_text(p.epsilon),
-                signed(c.f1_gain) + _beside(printed_efficiency("f1", p.data, *which), 3),
-                signed(c.road_gain) + _beside(printed_efficiency("road", p.data, *which), 1),
-                f"{100 * float(c.share[-1]):.0f} %",
-                f"{100 * c.f1_peak_share:.0f} %",
-                f"{100 * c.stop_share:.0f} %",
-                f"{c.early_peaks} of {len(c.series.cells)}",
-                f"{c.stop_f1:.3f} / {c.f1[-1]:.3f}",
-                f"{c.stop_road:.3f} / {c.road[-1]:.3f}",
-                f"{c.fall_f1:.3f}, {100 * c.fall_left:.0f} % left",
-                f"{c.sigma[0]:.2f} / {c.sigma.min():.2f} / {c.sigma[-1]:.2f}",
-            )
-        )
-    head = (
-        "method",
-        "where",
-        "ε",
-        "ΔF1 / Δ(Σρ/R)",
-        "ΔROAD / Δ(Σρ/R)",
-        "spent in the end",
-        "F1 peaks at",
-        "ROAD peaks at",
-        "before the last",
-        "F1 there / at the end",
-        "ROAD there / at the end",
-        "F1 if stopped at ROAD's first fall",
-        "σ, first / lowest / last round",
-    )
-    note = (
-        "On public validation images, means over seeds; in brackets what the paper prints, its"
-        " ROAD in its own percent. Peaks are those of each seed's own course, in shares of the"
-        " budget; a peak chosen after the fact is biased upwards, most where the course is noise."
-        " Before the last: seeds whose ROAD is highest before its last measurement. A rule that"
-        " knows no future stops at the first measurement of ROAD that is lower than the one"
-        " before, and keeps the model of the one before; left: of what the run spends in the end."
-        f" {_printed_band()}"
-    )
-    tables = [Table("Gains by the share of the budget spent", head, tuple(rows), note)]
-    early, runs = sum(c.early_peaks for c in courses), sum(len(c.series.cells) for c in courses)
-    said = (
-        f"ROAD is highest before its last measurement in {early} of {runs} runs, on public"
-        f" validation images. {_stopped(courses)} {_unspent(courses)}".rstrip()
-        if courses
-        else "No finished cells yet."
-    )
-    return _view(grid, series, said, tables if courses else [], [])
-
-
-def _stopped(courses: Sequence[Course]) -> str:
-    """What a rule that stops at ROAD's first fall leaves and costs, over all courses."""
-    left = [100 * c.fall_left for c in courses]
-    cost = [float(c.fall_f1 - c.f1[-1]) for c in courses]
-    return (
-        f"A rule that stops at its first fall leaves {np.mean(left):.0f} % of what a run would"
-        f" spend and changes F1 there by {signed(float(np.mean(cost)))} ({signed(min(cost))} to"
-        f" {signed(max(cost))})."
-    )
-
-
-def _unspent(courses: Sequence[Course]) -> str:
-    """Which methods end with a part of their budget unspent, whoever stops them."""
-    ends: dict[str, list[float]] = {}
-    for c in courses:
-        ends.setdefault(c.series.method, []).append(100 * (1 - float(c.share[-1])))
-    told = [
-        f"`{method}` leaves {np.mean(left):.0f} % of its budget unspent ({min(left):.0f} to"
-        f" {max(left):.0f} %)"
-        for method, left in ends.items()
-        if np.mean(left) >= 1
-    ]
-    return f"By itself {', '.join(told)}." if told else ""
-
-
-def _beside(value: float | None, digits: int) -> str:
-    return "" if value is None else f" ({value:+.{digits}f})"
-
-
-def _printed_band() -> str:
-    """The paper's own range of σ, for comparison with the last column."""
-    bands = [f"{low:g} to {high:g} at ε = {e:g}" for e, (low, high) in printed_band().items()]
-    return f"The paper prints a σ of {', '.join(bands)}."
+    tables = [efficiency_table(courses)] if courses else []
+    return _view(grid, series, efficiency_answer(courses), tables, without_course(series))
 
 
 def overhead_view(grid: Grid, results: Results) -> StudyView:
@@ -429,7 +345,4 @@ _VIEWS = {
 
 def view(grid: Grid, results: Results) -> StudyView:
     """What the finished cells of a grid say."""
-    found = _VIEWS[grid.study](grid, results)
-    if grid.study == "efficiency":
-        found = replace(found, sentences=(*found.sentences, *without_course(found.series)))
-    return found
+    return _VIEWS[grid.study](grid, results)
