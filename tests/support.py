@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation
 from xcal.federation.site import Site
 from xcal.methods.fl_dp import StaticNoise
+from xcal.privacy.mechanism import ChargedStep, Mechanism
 from xcal.privacy.noise import SeededNoise
-from xcal.training.clipping import ClippingEngine
+from xcal.training.clipping import Bound, ClippingEngine
 from xcal.training.local import Bench, LocalData, Optimiser
+from xcal.training.steps import gradient_release
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -281,6 +284,13 @@ def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         **policy,
     }
     return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path
+
+
+def charged(bench: Bench, step: int, sigma: float, bound: Bound | None = None) -> ChargedStep:
+    """What a charge for one gradient would have given: for tests without an account."""
+    bound = bound or Bound(bench.clip)
+    mechanism = Mechanism(bench.rate, sigma, (gradient_release(bound, sigma),))
+    return ChargedStep(mechanism, bench.noise, partial(bench.key, step))
 
 
 def tiny_bench(model: nn.Module | None = None, **changes: Any) -> Bench:

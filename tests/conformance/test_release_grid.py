@@ -34,7 +34,8 @@ class Recorder:
         original = Optimiser.step
 
         def step(optimiser: Optimiser, gradient: Any) -> None:
-            self.steps.append({name: value.clone() for name, value in gradient.items()})
+            tensors = getattr(gradient, "tensors", gradient)
+            self.steps.append({name: value.clone() for name, value in tensors.items()})
             original(optimiser, gradient)
 
         monkeypatch.setattr(Optimiser, "step", step)

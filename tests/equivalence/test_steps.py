@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from support import micro, tiny
+from support import charged, micro, tiny
 from xcal.config import make_experiment
 from xcal.data.images import Images
 from xcal.explain.signal import SignalSettings
@@ -63,26 +63,29 @@ def bench_with(
 def test_no_noise_and_no_clipping_is_plain_sgd(unit: str, kind: str) -> None:
     def fresh() -> Bench:
         data = LocalData(tiny().train, unit=unit, images_per_unit=2)
-        return bench_with(data, clip=float("inf"), kind=kind)
+        return bench_with(data, clip=1e6, kind=kind)
 
     plain, private = fresh(), fresh()
     for step in range(4):
         sgd_step(plain, step)
         sums = clipped_sum(private, private.draw(step))
-        release_gradient(private, step, sums, 0.0)
+        release_gradient(private, charged(private, step, 1e-15), sums)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(private.model.state_dict()[name], value, rtol=2e-4, atol=2e-5)
 
 
 @pytest.fixture
-def account(tmp_path: Path) -> Any:
+def account(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """A plan and its account: of the test's `method`, or of ours."""
+    called = getattr(request.node, "callspec", None)
+    method = "xcal" if called is None else called.params.get("method", "xcal")
     plan = plan_for(
-        make_experiment({"method": "xcal", "epsilon": 8.0, "delta": 1e-3, "batch": 20}), 150
+        make_experiment({"method": method, "epsilon": 8.0, "delta": 1e-3, "batch": 20}), 150
     )
     path = tmp_path / "ledger.sqlite"
     ledger.create(path, Terms("p", "record", 8.0, 1e-3, simulated=True))
     terms = RunTerms(
-        "r", "xcal", "record", 8.0, 1e-3, plan.order, plan.budget, plan.steps, "seeded"
+        "r", method, "record", 8.0, 1e-3, plan.order, plan.budget, plan.steps, "seeded"
     )
     with Ledger(path) as book:
         yield plan, Account(book, terms, replayable=True)
@@ -118,16 +121,12 @@ def one_step(method: str, bench: Bench, plan: Plan, book: Account) -> None:
     book._charges.clear()
     book._last = (-1, -1)
     if method == "fl-dp":
-        dp_step(bench, 0, sigma=plan.sigma_static, cost=1e-3)
+        dp_step(bench, 0, sigma=plan.sigma_static)
     elif method == "xcal":
         rule = steps_with_signal.XcalRule(plan, SignalSettings())
         steps_with_signal.xcal_step(bench, 0, rule, steps_with_signal.XcalState())
     else:
-        experiment = make_experiment(
-            {"method": "xcal-paper", "epsilon": 8.0, "delta": 1e-3, "batch": 20}
-        )
-        paper = plan_for(experiment, 150)
-        rule_p = steps_with_signal.PaperRule(paper, SignalSettings(positive_only=False))
+        rule_p = steps_with_signal.PaperRule(plan, SignalSettings(positive_only=False))
         steps_with_signal.paper_step(bench, 0, rule_p, steps_with_signal.PaperState())
 
 

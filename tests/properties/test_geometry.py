@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
-from support import micro, tiny_bench
+from support import charged, micro, tiny_bench
 from xcal.privacy.noise import NoiseKey, SeededNoise, release_grid, release_tensors
 from xcal.training.clipping import PLAIN, Bound, ClippingEngine, Geometry
 from xcal.training.clipping.geometry import LARGEST_WEIGHT
@@ -170,7 +170,7 @@ def test_noise_and_grid_belong_to_the_scaled_space() -> None:
     key = NoiseKey("0", "test", 0, 0, "gradient")
     expected = release_tensors(sums.gradients, sigma * clip, SeededNoise(3), key)
     before = {n: p.detach().clone() for n, p in at.model.named_parameters()}
-    release_gradient(at, 0, sums, sigma)
+    release_gradient(at, charged(at, 0, sigma, Bound(clip, GEOMETRY)), sums)
     weights = {"conv.weight": torch.tensor([0.5] * 4 + [2.0] * 4).view(8, 1, 1, 1)}
     for name, parameter in at.model.named_parameters():
         d = weights.get(name, torch.tensor(4.0 if name == "head.weight" else 1.0))

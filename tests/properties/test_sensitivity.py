@@ -17,14 +17,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import xcal.training.adaptive
-import xcal.training.steps
-import xcal.training.xcal
+import xcal.privacy.mechanism
 from xcal.config import make_experiment
 from xcal.explain.signal import Components, SignalSettings, batch_score
 from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
 from xcal.methods.agp_dp import AGP_DP
-from xcal.privacy.accounting import joint_sigma, step_cost
+from xcal.privacy.accounting import joint_sigma
 from xcal.privacy.calibration import PlanShape, plan_paper, plan_static, plan_xcal
 from xcal.privacy.filter import RenyiFilter
 from xcal.privacy.noise import SeededNoise
@@ -135,13 +133,11 @@ def run_step(method: str, model, batch: Batch, clip: float, signal: SignalSettin
         clip=clip,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xcal.training.steps, "release_tensors", watch_tensors)
-        patch.setattr(xcal.training.xcal, "release_scalar", watch_scalar)
-        patch.setattr(xcal.training.adaptive, "release_scalar", watch_scalar)
+        patch.setattr(xcal.privacy.mechanism, "release_tensors", watch_tensors)
+        patch.setattr(xcal.privacy.mechanism, "release_scalar", watch_scalar)
         experiment = make_experiment({"clip": clip, "protected": 0.3, "protection": 4.0})
         if method == "fl-dp":
-            cost = step_cost(plan.sample_rate, plan.sigma_ref, plan.order)
-            dp_step(bench, 0, sigma=plan.sigma_ref, cost=cost)
+            dp_step(bench, 0, sigma=plan.sigma_ref)
         elif method == "xcal":
             xcal_step(bench, 0, XcalRule(plan, signal, **rule), XcalState())
         elif method == "xcal with parts":

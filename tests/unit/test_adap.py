@@ -18,6 +18,7 @@ from xcal.federation import rounds
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import prepare
+from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import PlanShape, plan_static
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter
 from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
@@ -60,14 +61,15 @@ def test_clipping_norm_follows_the_released_norm_unless_noise_hides_it() -> None
 def test_sigma_is_the_smallest_admissible_and_never_above_the_first() -> None:
     fresh = RenyiFilter(PLAN.order, PLAN.budget)
     assert admissible_sigma(rule(), 0, fresh)[0] == PLAN.sigma_static
-    lowered, cost = admissible_sigma(rule(), 3, fresh)
+    lowered, _ = admissible_sigma(rule(), 3, fresh)
+    cheap, cost = (step_cost(PLAN.sample_rate, s, PLAN.order) for s in (PLAN.sigma_static, lowered))
     assert lowered == pytest.approx(PLAN.sigma_static * 0.9**3)
     # room for a step at σ_0 and not for one at 0.9³ σ_0: something in between
-    _, cheap = admissible_sigma(rule(), 0, fresh)
     tight = RenyiFilter(PLAN.order, PLAN.budget, PLAN.budget - (cheap + cost) / 2)
-    between, price = admissible_sigma(rule(), 3, tight)
+    between, table = admissible_sigma(rule(), 3, tight)
     assert lowered < between < PLAN.sigma_static
-    assert tight.admits(price)
+    assert table is not None
+    assert tight.admits(float(table.costs[table.at_least(between)]))
     with pytest.raises(BudgetExhausted):
         admissible_sigma(rule(), 3, RenyiFilter(PLAN.order, PLAN.budget, PLAN.budget - cheap / 2))
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import xcal
-from support import TINY, micro, tiny_bench
+from support import TINY, charged, micro, tiny_bench
 from xcal.cli.show import epsilon_text, show_result
 from xcal.config import make_experiment
 from xcal.errors import UserError
@@ -60,7 +60,8 @@ def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
         state, _ = agp_step(
             mine, step, sigma=0.8, share=0.0, layer=cam_layer_of(mine.model), state=state
         )
-        release_gradient(base, step, clipped_sum(base, base.draw(step)), 0.8)
+        sums = clipped_sum(base, base.draw(step))
+        release_gradient(base, charged(base, step, 0.8), sums)
     for name, value in mine.model.state_dict().items():
         assert torch.equal(value, base.model.state_dict()[name])
 

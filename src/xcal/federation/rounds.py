@@ -32,6 +32,7 @@ from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import RunTerms
 from xcal.training.clipping import kept_alike, rows_apart
+from xcal.training.guard import StepGuard
 from xcal.training.local import (
     Bench,
     Optimiser,
@@ -131,7 +132,13 @@ def _train(
             site.ledger_path, account.rounds_paid, -1 if previous is None else previous.round
         )
 
-    optimiser = Optimiser(model, experiment.optimizer, experiment.lr, experiment.momentum)
+    optimiser = Optimiser(
+        model,
+        experiment.optimizer,
+        experiment.lr,
+        experiment.momentum,
+        private=account is not None,
+    )
     steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
     # Where an answer could not be kept, nothing is to be paid for it.
     memory.hold_room(weights, steps)
@@ -173,6 +180,7 @@ def _train(
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
+    guard = StepGuard(bench, own_method=":" in experiment.method)
     pace = Pace()
     for step in range(first, steps):
         if halted:
@@ -185,6 +193,7 @@ def _train(
             account.halt(request.round, step)
             halted = True
             break
+        guard.check(step)
         trace.append(record)
         tail.add(step)
         on_step(1)

@@ -25,6 +25,7 @@ from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger import Ledger
 from xcal.training.clipping import ClippingEngine
+from xcal.training.independence import check_independence
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 
@@ -96,20 +97,7 @@ def check_network(experiment: Experiment, network: nn.Module, side: int) -> None
     if isinstance(method, ChoosyMethod):
         method.check_network(network, experiment)
     ClippingEngine(network)
-    _check_independence(network, side)
-
-
-def _check_independence(network: nn.Module, side: int) -> None:
-    """Refuse a network whose answer to an image depends on its neighbours or on chance."""
-    images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
-    network.train()
-    with torch.no_grad():
-        together, again = network(images), network(images)
-        alone = torch.cat([network(image[None]) for image in images])
-    scale = 1e-3 * (1 + float(together.abs().max()))
-    for other, why in ((again, "answers at random"), (alone, "mixes the images of a batch")):
-        if not torch.allclose(together, other, rtol=0.0, atol=scale):
-            raise UserError(f"The network {why}, so one image's influence cannot be bounded.")
+    check_independence(network, side)
 
 
 def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:

@@ -12,7 +12,6 @@ from typing import Any
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, Method, shape_of
 from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
-from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan, plan_static
 from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
 from xcal.training.local import Bench, StepRecord
@@ -66,15 +65,8 @@ class RecordQuantile:
         self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: ClipState
     ) -> tuple[ClipState, StepRecord]:
         assert plan is not None
-        cost = step_cost(plan.sample_rate, plan.sigma_static, plan.order)
-        return quantile_step(
-            bench,
-            step,
-            self.rule(experiment),
-            state,
-            sigma_eff=plan.sigma_static,
-            cost=cost,
-        )
+        rule = self.rule(experiment)
+        return quantile_step(bench, step, rule, state, sigma_eff=plan.sigma_static)
 
     def epsilon_paper(
         self, experiment: Experiment, plan: Plan | None, state: ClipState

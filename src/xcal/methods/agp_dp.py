@@ -9,7 +9,6 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan, plan_static
 from xcal.training.clipping import Bound
 from xcal.training.geometry import ChannelRule, check_channels, round_geometry
@@ -59,8 +58,7 @@ class ProtectedChannels:
             state = ChannelState(rule.choose(bench.model))
         assert state.channels is not None
         bound = Bound(bench.clip, round_geometry(bench.model, rule, state.channels))
-        cost = step_cost(plan.sample_rate, plan.sigma_static, plan.order)
-        return state, dp_step(bench, step, sigma=plan.sigma_static, cost=cost, bound=bound)
+        return state, dp_step(bench, step, sigma=plan.sigma_static, bound=bound)
 
     def epsilon_paper(
         self, experiment: Experiment, plan: Plan | None, state: ChannelState

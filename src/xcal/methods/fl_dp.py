@@ -7,7 +7,6 @@ from typing import Any
 
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan, plan_static
 from xcal.training.local import Bench, StepRecord
 from xcal.training.steps import dp_step
@@ -33,8 +32,7 @@ class StaticNoise:
         self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: None
     ) -> tuple[None, StepRecord]:
         assert plan is not None
-        cost = step_cost(plan.sample_rate, plan.sigma_static, plan.order)
-        return None, dp_step(bench, step, sigma=plan.sigma_static, cost=cost)
+        return None, dp_step(bench, step, sigma=plan.sigma_static)
 
     def epsilon_paper(self, experiment: Experiment, plan: Plan | None, state: None) -> float | None:
         return None

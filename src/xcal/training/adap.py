@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from xcal.privacy.accounting import step_cost
+from xcal.privacy.accounting import CostTable, step_cost
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted, RenyiFilter
-from xcal.privacy.noise import release_tensors
 from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord
-from xcal.training.steps import clipped_sum, gradient_release
+from xcal.training.steps import clipped_sum, gradient_release, release_gradient
 
 FALLS = 3  # rounds of falling loss before the noise is lowered
 REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one
@@ -74,22 +73,26 @@ def _cost(rate: float, sigma: float, order: float) -> float:
     return step_cost(rate, sigma, order)
 
 
-def admissible_sigma(rule: AdapRule, lowered: int, budget: RenyiFilter) -> tuple[float, float]:
-    """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits; with its cost."""
+def admissible_sigma(
+    rule: AdapRule, lowered: int, budget: RenyiFilter
+) -> tuple[float, CostTable | None]:
+    """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits.
+
+    With the grid it was taken from, if it was.
+    """
     plan = rule.plan
     wanted = plan.sigma_static * rule.sigma_decay**lowered
-    cost = _cost(plan.sample_rate, wanted, plan.order)
-    if budget.admits(cost):
-        return wanted, cost
-    highest = (plan.sigma_static, _cost(plan.sample_rate, plan.sigma_static, plan.order))
-    if budget.admits(highest[1]):  # else nothing below it is admissible either
+    if budget.admits(_cost(plan.sample_rate, wanted, plan.order)):
+        return wanted, None
+    # Where not even the highest is admissible, nothing below it is either.
+    if budget.admits(_cost(plan.sample_rate, plan.sigma_static, plan.order)):
         table = plan.table()
         k = table.cheapest_within(budget.left) or 0
         # One further on the grid too, since the filter's own sum is rounded upwards.
         for sigma, price in zip(table.sigmas[k : k + 2], table.costs[k : k + 2], strict=True):
             if wanted < sigma < plan.sigma_static and budget.admits(float(price)):
-                return float(sigma), float(price)
-        return highest
+                return float(sigma), table
+        return plan.sigma_static, None
     raise BudgetExhausted("no multiplier up to the first one is admissible")
 
 
@@ -101,23 +104,14 @@ def adap_step(
     if bench.round != state.round:
         state = AdapState(bench.round, next_clip(state, rule))
     clip, bound = state.clip, Bound(state.clip)
-    sigma, cost = admissible_sigma(rule, decays(bench.validation_losses), bench.account.filter)
-    bench.account.pay(
-        bench.round,
-        step,
-        rate=bench.rate,
-        sigma=sigma,
-        cost=cost,
-        releases=(gradient_release(bound, sigma),),
-        inputs=bench.inputs(step, sigma, clip),
+    sigma, priced = admissible_sigma(rule, decays(bench.validation_losses), bench.account.filter)
+    charged = bench.charge(
+        step, (gradient_release(bound, sigma),), sigma, settings=(sigma, clip), priced=priced
     )
-    batch = bench.draw(step)
-    sums = clipped_sum(bench, batch, bound)
-    scale = sigma * sums.bound.sensitivity
-    noisy = release_tensors(sums.gradients, scale, bench.noise, bench.key(step, "gradient"))
-    mean = {name: value.div_(bench.batch) for name, value in noisy.items()}
-    bench.optimiser.step(mean)
+    batch = charged.draw(bench.data)
+    mean = release_gradient(bench, charged, clipped_sum(bench, batch, bound))
     # From here on only the release is looked at.
+    scale = sigma * bound.sensitivity
     square = math.fsum(float(v.double().square().sum()) for v in mean.values())
     size = sum(v.numel() for v in mean.values())
     noise = (scale / bench.batch) ** 2  # variance of one coordinate
@@ -129,5 +123,4 @@ def adap_step(
         state.squares + square - size * noise,
         state.doubt + 2 * size * noise**2 + 4 * noise * signal,
     )
-    share = bench.account.filter.share_spent
-    return state, StepRecord(bench.round, step, sigma, None, share, clip=clip)
+    return state, StepRecord(bench.round, step, sigma, None, bench.share_spent, clip=clip)

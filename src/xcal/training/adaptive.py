@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from xcal.errors import UserError
 from xcal.privacy.calibration import COUNT_SENSITIVITY
 from xcal.privacy.ledger_rows import Release
-from xcal.privacy.noise import release_scalar
+from xcal.privacy.mechanism import ChargedStep
 from xcal.training.clipping import Bound, ClippedSum
 from xcal.training.local import Batch, Bench, StepRecord
 from xcal.training.steps import clipped_sum, gradient_release, release_gradient
@@ -89,34 +89,29 @@ def centred_count(norms: NDArray[np.float64], clip: float, counted: NDArray[np.b
 
 
 def release_fraction(
-    bench: Bench, step: int, sums: ClippedSum, counted: NDArray[np.bool_], sigma_count: float
+    bench: Bench, charged: ChargedStep, sums: ClippedSum, counted: NDArray[np.bool_]
 ) -> float:
     """b̃: the noisy share of units within C, over the expected count B."""
     centred = centred_count(sums.norms.cpu().numpy(), sums.bound.norm, counted)
-    noisy = release_scalar(centred, sigma_count, bench.noise, bench.key(step, "count"))
-    return 0.5 + noisy / bench.batch
+    return 0.5 + charged.release_scalar("count", centred) / bench.batch
 
 
 def quantile_step(
-    bench: Bench, step: int, rule: QuantileRule, state: ClipState, *, sigma_eff: float, cost: float
+    bench: Bench, step: int, rule: QuantileRule, state: ClipState, *, sigma_eff: float
 ) -> tuple[ClipState, StepRecord]:
     """One DP-SGD step that also releases the count: one joint release, charged before the draw."""
-    assert bench.account is not None
     clip = rule.start if state.clip is None else state.clip
     bound = Bound(clip)
     sigma, sigma_count = rule.multipliers(sigma_eff)
-    bench.account.pay(
-        bench.round,
+    charged = bench.charge(
         step,
-        rate=bench.rate,
-        sigma=sigma_eff,
-        cost=cost,
-        releases=(gradient_release(bound, sigma), count_release(sigma_count)),
-        inputs=bench.inputs(step, sigma, sigma_count, clip),
+        (gradient_release(bound, sigma), count_release(sigma_count)),
+        sigma_eff,
+        settings=(sigma, sigma_count, clip),
     )
-    batch = bench.draw(step)
+    batch = charged.draw(bench.data)
     sums = clipped_sum(bench, batch, bound)
-    fraction = release_fraction(bench, step, sums, contributing_units(sums, batch), sigma_count)
-    release_gradient(bench, step, sums, sigma)
-    record = StepRecord(bench.round, step, sigma, None, bench.account.filter.share_spent, clip=clip)
+    fraction = release_fraction(bench, charged, sums, contributing_units(sums, batch))
+    release_gradient(bench, charged, sums)
+    record = StepRecord(bench.round, step, sigma, None, bench.share_spent, clip=clip)
     return ClipState(rule.following(clip, fraction)), record

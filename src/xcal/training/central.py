@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from xcal.privacy.account import Account
-from xcal.privacy.accounting import joint_sigma, step_cost
+from xcal.privacy.accounting import joint_sigma
 from xcal.privacy.calibration import COUNT_SENSITIVITY
 from xcal.privacy.ledger_rows import Release
-from xcal.privacy.noise import NoiseKey, NoiseSource, release_scalar, release_tensors
+from xcal.privacy.mechanism import Mechanism
+from xcal.privacy.noise import NoiseKey, NoiseSource
 from xcal.training.local import ReplayKey, digest_tensors
 
 Update = dict[str, Tensor]  # float64: what one client changed
@@ -72,20 +73,17 @@ def private_mean(
     amplification: who takes part is known. An update that is not finite contributes exactly 0.
     Raises `BudgetExhausted`, with nothing charged, where the budget does not cover it.
     """
-    order = bench.account.terms.order
-    assert order is not None
     releases = [Release("update", sigma * clip, clip)]
     if sigma_count is not None:
         releases.append(Release("count", sigma_count, COUNT_SENSITIVITY))
     effective = joint_sigma(*(r.noise / r.sensitivity for r in releases))
-    bench.account.pay(
+    charged = Mechanism(1.0, effective, tuple(releases)).charge(
+        bench.account,
         bench.round,
         0,
-        rate=1.0,
-        sigma=effective,
-        cost=step_cost(1.0, effective, order),
-        releases=tuple(releases),
         inputs=bench.inputs(updates, clip, sigma, sigma_count),
+        noise=bench.noise,
+        key=bench.key,
     )
     total = {name: torch.zeros_like(value) for name, value in updates[0].items()}
     within = 0.0
@@ -97,9 +95,8 @@ def private_mean(
         factor = 1.0 if norm <= clip else clip / norm * (1 - 1e-12)
         for name, value in update.items():
             total[name] += factor * value
-    noisy = release_tensors(total, sigma * clip, bench.noise, bench.key("update"))
+    noisy = charged.release_tensors("update", total, sensitivity=clip).tensors
     fraction = None
     if sigma_count is not None:
-        counted = release_scalar(within, sigma_count, bench.noise, bench.key("count"))
-        fraction = 0.5 + counted / bench.participants
+        fraction = 0.5 + charged.release_scalar("count", within) / bench.participants
     return CentralRelease({n: v / bench.participants for n, v in noisy.items()}, fraction)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from xcal.data.images import Images
 from xcal.data.sampling import UnitTable, images_of, poisson_draw
 from xcal.models.split import Split
 from xcal.privacy.account import Account
+from xcal.privacy.accounting import CostTable
+from xcal.privacy.ledger_rows import Release
+from xcal.privacy.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.privacy.noise import NoiseKey, NoiseSource
 from xcal.training.clipping import ClippingEngine
 from xcal.training.inputs import Inputs, Rows
@@ -168,9 +171,16 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 class Optimiser:
-    """Plain SGD, momentum or Adam on the noisy gradient: post-processing of a release."""
+    """Plain SGD, momentum or Adam on the noisy gradient: post-processing of a release.
 
-    def __init__(self, model: nn.Module, kind: str, lr: float, momentum: float) -> None:
+    `private`: it takes nothing but what was charged for and released.
+    """
+
+    def __init__(
+        self, model: nn.Module, kind: str, lr: float, momentum: float, *, private: bool = False
+    ) -> None:
+        self._private = private
+        self.after_step: Callable[[], None] | None = None
         self._params = trainable(model)
         values = list(self._params.values())
         self._optimiser: torch.optim.Optimizer
@@ -181,12 +191,21 @@ class Optimiser:
                 values, lr=lr, momentum=momentum if kind == "momentum" else 0.0
             )
 
-    def step(self, gradient: Mapping[str, Tensor]) -> None:
+    def step(self, gradient: Mapping[str, Tensor] | ReleasedTensors) -> None:
+        if isinstance(gradient, ReleasedTensors):
+            gradient = gradient.tensors
+        elif self._private:
+            raise UnchargedRelease(
+                "A step of a private method gave the optimiser a gradient that was not released by"
+                " its charge: nothing was trained with it."
+            )
         for name, parameter in self._params.items():
             parameter.grad = gradient[name].to(parameter.dtype)
         self._optimiser.step()
         for parameter in self._params.values():
             parameter.grad = None
+        if self.after_step is not None:
+            self.after_step()
 
     def state(self) -> dict[str, Tensor]:
         """Flat and named, for a checkpoint."""
@@ -274,6 +293,7 @@ class Bench:
     split: Split | None = None  # where draws come with a frozen beginning's activations
     chunk: int = 256  # rows that go through the network at once
     rows: int = 0  # of every pass, filled up; 0: as many as there are
+    charges: list[int] = field(default_factory=list)  # the steps charged, in order
 
     @cached_property
     def frozen(self) -> str:
@@ -289,7 +309,43 @@ class Bench:
         return NoiseKey(self.client, self.method, self.round, step, block)
 
     def draw(self, step: int) -> Batch:
+        """A batch for a method without a guarantee; what is private is drawn by its charge."""
+        if self.account is not None:
+            raise UnchargedRelease("A step of a private method drew a batch without a charge.")
         return self.data.draw(self.rate, self.noise, self.key(step, "draw"))
+
+    def charge(
+        self,
+        step: int,
+        releases: tuple[Release, ...],
+        sigma: float,
+        *,
+        settings: tuple[object, ...],
+        priced: CostTable | None = None,
+    ) -> ChargedStep:
+        """Pay for what this step will release, durably, before anything is drawn.
+
+        `sigma`: the multiplier of all `releases` together. `settings`: what else shapes the
+        release, for the digest that a replayed step is recognised by.
+        """
+        if self.account is None:
+            raise UnchargedRelease("A step would be charged, and its run has no account.")
+        mechanism = Mechanism(self.rate, sigma, releases, priced)
+        charged = mechanism.charge(
+            self.account,
+            self.round,
+            step,
+            inputs=self.inputs(step, *settings),
+            noise=self.noise,
+            key=partial(self.key, step),
+        )
+        self.charges.append(step)
+        return charged
+
+    @property
+    def share_spent(self) -> float:
+        """Σρ/R of the run so far; 0 without an account."""
+        return 0.0 if self.account is None else self.account.filter.share_spent
 
     def inputs(self, step: int, *settings: object) -> str | None:
         """Digest of all that determines this step's release; None under secure noise.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xcal.privacy.ledger_rows import Release
-from xcal.privacy.noise import release_tensors
+from xcal.privacy.mechanism import ChargedStep
 from xcal.training.clipping import Bound, ClippedSum, joined
 from xcal.training.inputs import Rows
 from xcal.training.local import Batch, Bench, StepRecord, trainable
@@ -99,38 +99,40 @@ def gradient_release(bound: Bound, sigma: float) -> Release:
     return Release("gradient", sigma * bound.sensitivity, bound.sensitivity)
 
 
-def release_gradient(bench: Bench, step: int, sums: ClippedSum, sigma: float) -> None:
+def release_gradient(
+    bench: Bench, charged: ChargedStep, sums: ClippedSum, noise: float | None = None
+) -> dict[str, Tensor]:
     """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser.
 
     C is what the sum was really clipped to. Noise and the public grid belong to the scaled space;
-    going back from there is post-processing.
+    going back from there is post-processing. `noise`: more than was charged for. Returns what the
+    optimiser saw.
     """
-    scale = sigma * sums.bound.sensitivity if sigma > 0 else 0.0  # σ = 0, C = ∞: SGD, not NaN
-    noisy = release_tensors(sums.gradients, scale, bench.noise, bench.key(step, "gradient"))
-    gradient = sums.bound.geometry.undo(noisy)
-    bench.optimiser.step({name: value.div_(bench.batch) for name, value in gradient.items()})
+    bound = sums.bound
+    released = charged.release_tensors(
+        "gradient", sums.gradients, sensitivity=bound.sensitivity, noise=noise
+    )
+    mean = released.then(bound.geometry.undo).then(
+        lambda values: {name: value.div_(bench.batch) for name, value in values.items()}
+    )
+    bench.optimiser.step(mean)
+    return mean.tensors
 
 
-def dp_step(
-    bench: Bench, step: int, *, sigma: float, cost: float, bound: Bound | None = None
-) -> StepRecord:
+def dp_step(bench: Bench, step: int, *, sigma: float, bound: Bound | None = None) -> StepRecord:
     """One DP-SGD step at a multiplier fixed beforehand: charge, draw, clip, release.
 
     `bound` must be fixed beforehand too. An empty draw is a noise-only step, charged like any
     other.
     """
-    assert bench.account is not None
     bound = bound or Bound(bench.clip)
-    bench.account.pay(
-        bench.round,
+    charged = bench.charge(
         step,
-        rate=bench.rate,
-        sigma=sigma,
-        cost=cost,
-        releases=(gradient_release(bound, sigma),),
-        inputs=bench.inputs(step, sigma, bound.norm, bound.geometry.digest()),
+        (gradient_release(bound, sigma),),
+        sigma,
+        settings=(sigma, bound.norm, bound.geometry.digest()),
     )
-    batch = bench.draw(step)
+    batch = charged.draw(bench.data)
     sums = clipped_sum(bench, batch, bound)
-    release_gradient(bench, step, sums, sigma)
-    return StepRecord(bench.round, step, sigma, None, bench.account.filter.share_spent)
+    release_gradient(bench, charged, sums)
+    return StepRecord(bench.round, step, sigma, None, bench.share_spent)

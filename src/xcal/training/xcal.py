@@ -32,7 +32,6 @@ from xcal.privacy.accounting import (
 from xcal.privacy.calibration import SCORE_SENSITIVITY, Plan, joint_factor
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger_rows import Release
-from xcal.privacy.noise import release_scalar
 from xcal.training.adaptive import (
     QuantileRule,
     contributing_units,
@@ -173,7 +172,7 @@ def xcal_step(
 
     # 1. σ is fixed by what was released before this step: the signal read here acts on the next.
     carries_signal = rule.with_signal and number % rule.signal_every == 0
-    sigma_eff, cost = next_effective_sigma(
+    sigma_eff, _ = next_effective_sigma(
         state, rule, bench.account.filter.spent, plan.steps - number, table
     )
     kappa_b = None if rule.quantile is None else rule.quantile.kappa_b
@@ -187,23 +186,20 @@ def xcal_step(
         releases.append(count_release(sigma_count))
 
     # 2. Charge, durably: one subsampled Gaussian, 1/σ_eff² = 1/σ² + Δ_u²/σ_s² + 1/(2σ_b)².
-    bench.account.pay(
-        bench.round,
+    charged = bench.charge(
         step,
-        rate=bench.rate,
-        sigma=sigma_eff,
-        cost=cost,
-        releases=tuple(releases),
-        inputs=bench.inputs(
-            step,
+        tuple(releases),
+        sigma_eff,
+        settings=(
             (sigma, sigma_signal, sigma_count),
             (bound.norm, bound.geometry.digest()),
             (carries_signal, rule.signal, rule.source),
         ),
+        priced=table,
     )
 
     # 3. One Poisson batch gives all: clipped gradients, their norms, the score of every unit.
-    batch = bench.draw(step)
+    batch = charged.draw(bench.data)
     if carries_signal and rule.source == "model":
         sums, centred, counted = _gradient_and_scores(bench, step, batch, rule, bound)
     else:  # a replaced signal costs the same and says nothing of the images
@@ -213,20 +209,21 @@ def xcal_step(
     # 4. Release them; the optimiser, the averages and the next C see nothing else.
     mean = None
     if carries_signal:
-        noisy = release_scalar(centred, sigma_signal, bench.noise, bench.key(step, "signal"))
-        mean = 0.5 + noisy / (rule.signal_fraction * bench.batch)
+        mean = 0.5 + charged.release_scalar("signal", centred) / (
+            rule.signal_fraction * bench.batch
+        )
         mean = 0.5 if rule.source == "constant" else mean
         state = state.updated(mean, rule)
-    if rule.quantile is not None and sigma_count is not None:
-        fraction = release_fraction(bench, step, sums, counted, sigma_count)
+    if rule.quantile is not None:
+        fraction = release_fraction(bench, charged, sums, counted)
         state = replace(state, clip=rule.quantile.following(bound.norm, fraction))
-    release_gradient(bench, step, sums, sigma)
+    release_gradient(bench, charged, sums)
     return state, StepRecord(
         bench.round,
         step,
         sigma,
         mean,
-        bench.account.filter.share_spent,
+        bench.share_spent,
         clip=None if rule.quantile is None else bound.norm,
     )
 
@@ -368,8 +365,7 @@ class Band:
     """The public grid of multipliers [σ_min, σ_max] with what each costs by both accountings."""
 
     sigmas: NDArray[np.float64]
-    joint_sigmas: NDArray[np.float64]  # one release of signal and gradient, METHOD §3
-    joint_costs: NDArray[np.float64]  # at the plan's order
+    joint: CostTable  # one release of signal and gradient at the plan's order, METHOD §3
     paper_costs: NDArray[np.float64]  # gradient alone, (σ, order)
 
     def at_least(self, sigma: float) -> int:
@@ -386,8 +382,7 @@ def band_of(plan: Plan, orders: tuple[float, ...]) -> Band:
     joint = np.array([joint_sigma(float(s), signal) for s in sigmas])
     return Band(
         sigmas,
-        joint,
-        CostTable.build(plan.sample_rate, plan.order, joint).costs,
+        CostTable.build(plan.sample_rate, plan.order, joint),
         cost_matrix(plan.sample_rate, sigmas, orders),
     )
 
@@ -431,7 +426,7 @@ def paper_step(
         lowest = plan.sigma_max
     low = band.at_least(lowest)
     account = bench.account
-    while low < len(band.sigmas) and not account.filter.admits(float(band.joint_costs[low])):
+    while low < len(band.sigmas) and not account.filter.admits(float(band.joint.costs[low])):
         low += 1
     if low == len(band.sigmas):
         raise BudgetExhausted("no multiplier of the band is admissible")
@@ -442,17 +437,15 @@ def paper_step(
     releases = [gradient_release(bound, sigma_low)]
     if plan.sigma_signal is not None:
         releases.append(Release("signal", plan.sigma_signal, 1.0))
-    account.pay(
-        bench.round,
+    charged = bench.charge(
         step,
-        rate=bench.rate,
-        sigma=float(band.joint_sigmas[low]),
-        cost=float(band.joint_costs[low]),
-        releases=tuple(releases),
-        inputs=bench.inputs(step, sigma_low, plan.sigma_signal, state.s, rule.signal, bound.norm),
+        tuple(releases),
+        float(band.joint.sigmas[low]),
+        settings=(sigma_low, plan.sigma_signal, state.s, rule.signal, bound.norm),
+        priced=band.joint,
     )
 
-    batch = bench.draw(step)  # line 5
+    batch = charged.draw(bench.data)  # line 5
     s = state.s
     signal = None
     if plan.sigma_signal is None:
@@ -471,8 +464,7 @@ def paper_step(
             _only(parts, whole), rule.signal.alpha, rule.signal.beta, rule.signal.gamma
         )
         # line 14: s̃ ← clip(s_raw + N(0, σ_s²), 0, 1)
-        noisy = release_scalar(raw, plan.sigma_signal, bench.noise, bench.key(step, "signal"))
-        signal = min(max(noisy, 0.0), 1.0)
+        signal = min(max(charged.release_scalar("signal", raw), 0.0), 1.0)
         # line 15: s ← (1 − τ)s + τ s̃
         s = (1 - rule.tau) * s + rule.tau * signal
     # line 16: σ_step ← σ_max − s(σ_max − σ_min), never below what was charged
@@ -491,5 +483,5 @@ def paper_step(
     state = PaperState(s, tuple((spent + band.paper_costs[k]).tolist()), signals)
     # lines 22–25: clip, add noise, update
     sigma = float(band.sigmas[k])
-    release_gradient(bench, step, sums, sigma)
-    return state, StepRecord(bench.round, step, sigma, signal, account.filter.share_spent)
+    release_gradient(bench, charged, sums, noise=sigma * bound.sensitivity)
+    return state, StepRecord(bench.round, step, sigma, signal, bench.share_spent)

@@ -1,0 +1,46 @@
+"""What is looked at after every private step: was it charged, and did anything pass it by?"""
+
+from __future__ import annotations
+
+from xcal.privacy.mechanism import UnchargedRelease
+from xcal.training.independence import check_remembers_nothing, remembered
+from xcal.training.local import Bench, digest_tensors, trainable
+
+
+class StepGuard:
+    """Ends a run whose step was not charged for, or in which something moved past the release.
+
+    `own_method`: a method from elsewhere, whose weights are also compared with what the optimiser
+    left; methods of this package are read and tested instead.
+    """
+
+    def __init__(self, bench: Bench, *, own_method: bool) -> None:
+        self._bench = bench
+        self._remembered = remembered(bench.model)
+        self._weights = self._digest() if own_method else None
+        if own_method:
+            bench.optimiser.after_step = self._moved
+
+    def _digest(self) -> str:
+        return digest_tensors(trainable(self._bench.model).items())
+
+    def _moved(self) -> None:
+        self._weights = self._digest()
+
+    def check(self, step: int) -> None:
+        """After a step that returned. Raises before anything of it can leave."""
+        bench = self._bench
+        if bench.account is None:
+            return
+        if bench.charges != [step]:
+            raise UnchargedRelease(
+                f"Step {step} of the method {bench.method!r} made {len(bench.charges)} charges"
+                " where one is due: the run ends here, and nothing of this step leaves."
+            )
+        bench.charges.clear()
+        if self._weights is not None and self._weights != self._digest():
+            raise UnchargedRelease(
+                f"Step {step} of the method {bench.method!r} changed weights otherwise than by"
+                " what it released: the run ends here, and nothing of this step leaves."
+            )
+        check_remembers_nothing(bench.model, self._remembered)

@@ -1,0 +1,127 @@
+"""Whether a network treats every image by itself: no memory, no neighbours, no chance.
+
+Clipping bounds what one unit adds to a sum. A network that remembers an image, in a running buffer
+or in an attribute, carries it into the next step past every bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+
+# torch's own bookkeeping in a module's __dict__; parameters are what trains, and may change.
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+
+
+class DependentNetwork(UserError):
+    """A network in which one image's influence cannot be bounded."""
+
+
+def _values(name: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Tensor | int | float | complex | str | bytes):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _values(f"{name}[{key!r}]", one)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield f"{name} length", len(value)
+        for number, one in enumerate(value):
+            yield from _values(f"{name}[{number}]", one)
+    elif value is None:
+        yield name, "None"
+
+
+def remembered(network: nn.Module) -> dict[str, str]:
+    """A fingerprint of everything that a network could remember an image in, by name.
+
+    Buffers, and plain attributes of its modules that are numbers, strings, tensors or collections
+    of them. Its parameters are not among them.
+    """
+    found = {}
+    for path, module in network.named_modules():
+        attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+        for name, value in _values(path, {**module._buffers, **attributes}):
+            if isinstance(value, Tensor):
+                array = value.detach().cpu().contiguous()
+                state = hashlib.sha256(f"{array.shape}{array.dtype}".encode())
+                state.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
+                found[name] = state.hexdigest()
+            else:
+                found[name] = repr(value)
+    return found
+
+
+def check_remembers_nothing(network: nn.Module, before: Mapping[str, str]) -> None:
+    """Refuse a network that changed, but for its parameters, since `remembered` was asked."""
+    after = remembered(network)
+    changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    if changed:
+        raise DependentNetwork(
+            f"The network remembers what it sees (its {changed[0]} changed in a forward pass), so"
+            " one image's influence cannot be bounded: use layers without running state, such as"
+            " GroupNorm."
+        )
+
+
+def check_independence(network: nn.Module, side: int) -> None:
+    """Refuse a network whose answer to an image depends on others, on earlier ones or on chance.
+
+    Looked at on made-up images, in training mode, on copies; what it cannot see is that a network
+    begins to do so later, which is why a client looks again after every step.
+    """
+    source = torch.Generator().manual_seed(0)
+    like = next(network.parameters(), torch.zeros(0))
+
+    def made_up(count: int, scale: float) -> Tensor:
+        drawn = scale * torch.randn(count, 3, side, side, generator=source)
+        return drawn.to(like.device, like.dtype)
+
+    images, strangers = made_up(3, 1.0), made_up(4, 30.0)
+    fresh = _copy(network)
+    before = remembered(fresh)
+    together = _answers(fresh, images)
+    check_remembers_nothing(fresh, before)
+    later = _copy(network)
+    _answers(later, strangers)
+    _answers(later, strangers[:1], grad=True)
+    scale = 1 + float(together.abs().max())
+    for other, why, tolerance in (
+        (_answers(fresh, images), "answers at random", 1e-6),
+        (_answers(later, images), "answers by what it saw before", 1e-6),
+        (
+            torch.cat([_answers(fresh, image[None]) for image in images]),
+            "mixes the images of a batch",
+            1e-3,
+        ),
+    ):
+        if not torch.allclose(together, other, rtol=0.0, atol=tolerance * scale, equal_nan=True):
+            raise DependentNetwork(
+                f"The network {why}, so one image's influence cannot be bounded."
+            )
+
+
+def _copy(network: nn.Module) -> nn.Module:
+    try:
+        copy = deepcopy(network)
+    except Exception as error:
+        raise DependentNetwork(
+            "The network cannot be copied, so it cannot be told whether one image's influence is"
+            f" bounded ({type(error).__name__})."
+        ) from None
+    return copy.train()
+
+
+def _answers(network: nn.Module, images: Tensor, *, grad: bool = False) -> Any:
+    with torch.set_grad_enabled(grad):
+        answers = network(images)
+        if grad:
+            answers.sum().backward()
+            network.zero_grad(set_to_none=True)
+    return answers.detach()
