@@ -36,7 +36,7 @@ from xcal.federation.rounds import OnStep, client_round
 from xcal.federation.setup import check_network
 from xcal.federation.site import keep_freed_memory, torch_threads
 from xcal.methods.base import CentralMethod, clips_units
-from xcal.methods.registry import method_of
+from xcal.methods.registry import checked_plan, method_of
 from xcal.models.registry import build_network
 from xcal.privacy.account import NoiseTooLow
 from xcal.privacy.ledger_rows import LedgerBusy, LedgerRefusal, read_rows, runs_of, terms_of
@@ -121,7 +121,7 @@ def respond(home: ClientHome, request: Request, on_step: OnStep | None = None) -
         )
     with torch_threads(home.about.threads):
         with _naming("plan-refused"):
-            plan = method.plan(experiment, site.data.units, len(request.own_rounds))
+            plan = checked_plan(method, experiment, site.data.units, len(request.own_rounds))
         admit_plan(home.policy, request.run, plan, runs.values())
         with _naming("network-not-allowed"):
             model = _network(experiment, own.classes)

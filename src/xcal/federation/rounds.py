@@ -24,7 +24,7 @@ from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.refusals import Refused
 from xcal.federation.site import Pace, Site
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
-from xcal.methods.registry import method_of
+from xcal.methods.registry import checked_plan, method_of
 from xcal.models.split import Split, split_frozen
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
@@ -106,7 +106,7 @@ def _train(
         raise Refused(
             "round-not-own", f"Round {request.round} is not one of this client's own: refused."
         )
-    plan = method.plan(experiment, site.data.units, len(request.own_rounds))
+    plan = checked_plan(method, experiment, site.data.units, len(request.own_rounds))
     if experiment.unit != site.data.unit:
         raise Refused(
             "unit-not-allowed",

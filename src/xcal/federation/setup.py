@@ -20,7 +20,7 @@ from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import ChoosyMethod, Method, clips_units
-from xcal.methods.registry import method_of
+from xcal.methods.registry import checked_plan, method_of
 from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger import Ledger
@@ -171,7 +171,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
                 " smaller batch, fewer clients or more data."
             )
         own = sum(client in chosen for chosen in schedule)
-        plans.append(method.plan(experiment, units, own) if own else None)
+        plans.append(checked_plan(method, experiment, units, own) if own else None)
     if getattr(method, "needs_validation", False) and not (
         experiment.validation_images and len(data.validation)
     ):

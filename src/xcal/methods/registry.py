@@ -15,6 +15,7 @@ from xcal.methods.plain import CENTRALIZED, FL
 from xcal.methods.xcal import XCAL
 from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
+from xcal.privacy.accounting import budget_at
 from xcal.privacy.calibration import Plan
 
 METHODS: dict[str, Method] = {
@@ -58,6 +59,35 @@ def method_of(experiment: Experiment) -> Method:
     return chosen
 
 
+def checked_plan(
+    method: Method, experiment: Experiment, units: int, own_rounds: int
+) -> Plan | None:
+    """A client's plan, held to what was asked for: a method from elsewhere plans for itself.
+
+    Its budget must be what (ε, δ) buy, and its sizes those that are drawn from.
+    """
+    plan = method.plan(experiment, units, own_rounds)
+    if method.private != (plan is not None):
+        raise UserError(
+            f"The method {experiment.method!r} calls itself {'' if method.private else 'not '}"
+            f"private and has {'no' if plan is None else 'a'} plan: one of the two is wrong."
+        )
+    if plan is None:
+        return None
+    asked = (experiment.epsilon, experiment.delta, experiment.unit, units, experiment.batch)
+    if (plan.epsilon, plan.delta, plan.unit, plan.units, plan.batch) != asked:
+        raise UserError(
+            f"The method {experiment.method!r} plans for another target or other sizes than the"
+            " experiment asks for: its plan must carry epsilon, delta, unit, units and batch."
+        )
+    if plan.budget > budget_at(plan.order, plan.epsilon, plan.delta) * (1 + 1e-9):
+        raise UserError(
+            f"The method {experiment.method!r} plans a larger budget ({plan.budget:.4g} at order"
+            f" {plan.order:g}) than epsilon = {plan.epsilon:g} and delta = {plan.delta:g} allow."
+        )
+    return plan
+
+
 def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -67,7 +97,7 @@ def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) 
     method = method_of(experiment)
     if isinstance(method, CentralMethod):  # the units are the clients of a round
         return method.server_plan(experiment, units)
-    plan = method.plan(experiment, units, own_rounds or experiment.rounds)
+    plan = checked_plan(method, experiment, units, own_rounds or experiment.rounds)
     if plan is None:
         raise UserError(
             f"The method {experiment.method!r} has no guarantee (epsilon is infinite), so there is"

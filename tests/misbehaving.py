@@ -1,0 +1,267 @@
+"""Methods and networks as a user might write them: each breaks the promise in one way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support import Micro, micro
+from xcal.methods.fl_dp import StaticNoise
+from xcal.privacy.accounting import step_cost
+from xcal.training.clipping import Bound
+from xcal.training.local import Bench, StepRecord, trainable
+from xcal.training.steps import clipped_sum, dp_step, gradient_release, release_gradient
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+class _Own(StaticNoise):
+    """Static noise but for its step."""
+
+    def step(self, bench: Bench, step: int, experiment: Any, plan: Any, state: None) -> Any:
+        self.one(bench, step, plan)
+        return None, StepRecord(bench.round, step, plan.sigma_static, None, 0.0)
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        raise NotImplementedError
+
+
+def _raw(bench: Bench) -> dict[str, Tensor]:
+    batch = bench.data.draw(bench.rate, bench.noise, bench.key(0, f"mine {bench.charges}"))
+    return clipped_sum(bench, batch).gradients
+
+
+class NeverPays(_Own):
+    """The published example of a plug-in: clips, adds no noise, charges nothing."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        with torch.no_grad():
+            for name, value in _raw(bench).items():
+                trainable(bench.model)[name].sub_(value, alpha=0.01)
+
+
+class NeverPaysThroughTheOptimiser(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        bench.optimiser.step(_raw(bench))
+
+
+class DrawsWithoutACharge(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        bench.draw(step)
+
+
+def _charge(bench: Bench, step: int, sigma: float) -> Any:
+    releases = (gradient_release(Bound(bench.clip), sigma),)
+    return bench.charge(step, releases, sigma, settings=())
+
+
+class PaysAndTrainsPastIt(_Own):
+    """An honest step, and then some more by hand."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        sums = clipped_sum(bench, charged.draw(bench.data))
+        release_gradient(bench, charged, sums)
+        for name, parameter in trainable(bench.model).items():
+            parameter.data.sub_(sums.gradients[name], alpha=0.01)
+
+
+class DrawsTwice(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        charged.draw(bench.data)
+        charged.draw(bench.data)
+
+
+class ReleasesTwice(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        sums = clipped_sum(bench, charged.draw(bench.data))
+        release_gradient(bench, charged, sums)
+        release_gradient(bench, charged, sums)
+
+
+class LessNoise(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        sums = clipped_sum(bench, charged.draw(bench.data))
+        release_gradient(bench, charged, sums, noise=plan.sigma_static * bench.clip / 2)
+
+
+class ClipsLess(_Own):
+    """Charged for C, clipped to 3C."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        sums = clipped_sum(bench, charged.draw(bench.data), Bound(3 * bench.clip))
+        release_gradient(bench, charged, sums)
+
+
+class PaysForAnotherStep(_Own):
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        assert bench.account is not None
+        rate, sigma = bench.rate, plan.sigma_static
+        bench.account.pay(
+            bench.round,
+            step,
+            rate=rate,
+            sigma=sigma,
+            cost=step_cost(rate, sigma, plan.order),
+            releases=(gradient_release(Bound(bench.clip), sigma),),
+            inputs=None,
+        )
+
+
+class SometimesFree(_Own):
+    """Honest for two steps."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        if step < 2:
+            dp_step(bench, step, sigma=plan.sigma_static)
+
+
+@dataclass(frozen=True)
+class NoPlan(StaticNoise):
+    """Says that it is private, and plans nothing."""
+
+    def plan(self, experiment: Any, units: int, own_rounds: int) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class LargerBudget(StaticNoise):
+    """Ten times the budget that its ε buys."""
+
+    def plan(self, experiment: Any, units: int, own_rounds: int) -> Any:
+        plan = super().plan(experiment, units, own_rounds)
+        return replace(plan, budget=10 * plan.budget)
+
+
+@dataclass(frozen=True)
+class LargerEpsilon(StaticNoise):
+    """Plans for ten times the ε that it was asked for."""
+
+    def plan(self, experiment: Any, units: int, own_rounds: int) -> Any:
+        more = experiment.model_copy(update={"epsilon": 10 * experiment.epsilon})
+        return super().plan(more, units, own_rounds)
+
+
+never_pays = NeverPays("mine")
+never_pays_through_the_optimiser = NeverPaysThroughTheOptimiser("mine")
+draws_without_a_charge = DrawsWithoutACharge("mine")
+pays_and_trains_past_it = PaysAndTrainsPastIt("mine")
+draws_twice = DrawsTwice("mine")
+releases_twice = ReleasesTwice("mine")
+less_noise = LessNoise("mine")
+clips_less = ClipsLess("mine")
+pays_for_another_step = PaysForAnotherStep("mine")
+sometimes_free = SometimesFree("mine")
+no_plan = NoPlan("mine")
+larger_budget = LargerBudget("mine")
+larger_epsilon = LargerEpsilon("mine")
+
+STEPS = (
+    "never_pays",
+    "never_pays_through_the_optimiser",
+    "draws_without_a_charge",
+    "pays_and_trains_past_it",
+    "draws_twice",
+    "releases_twice",
+    "less_noise",
+    "clips_less",
+    "pays_for_another_step",
+    "sometimes_free",
+)
+PLANS = ("no_plan", "larger_budget", "larger_epsilon")
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+class RunningMean(Micro):
+    """A running buffer: one image moves what the next step computes."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("mean", torch.zeros(1, 8, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.act(self.norm(self.conv(images)))
+        shown = features - self.mean
+        with torch.no_grad():
+            self.mean.mul_(0.99).add_(features.mean(dim=(0, 2, 3), keepdim=True), alpha=0.01)
+        return self.head(shown.mean(dim=(2, 3)))
+
+
+class Attribute(Micro):
+    """The same in a plain attribute."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images) + self.last
+        self.last = 1e-3 * images.detach().mean()
+        return answers
+
+
+_SEEN: list[float] = [0.0]
+
+
+class Elsewhere(Micro):
+    """The same outside the network, where nobody looks: it shows in the answers."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images) + 0.1 * _SEEN[0]
+        _SEEN[0] = float(images.detach().mean())
+        return answers
+
+
+class Later(Micro):
+    """Begins to remember after it was looked at."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        _CALLS[0] += 1
+        if _CALLS[0] > 40:
+            with torch.no_grad():
+                self.mean.copy_(images.detach().mean())
+        return super().forward(images) + self.mean
+
+
+_CALLS = [0]
+
+
+class Mixing(Micro):
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images)
+        return answers - answers.mean(dim=0, keepdim=True)
+
+
+class Random(Micro):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + 0.01 * torch.randn(len(images), 1)
+
+
+def _network(kind: type[Micro]) -> Any:
+    def build(classes: int, *, seed: int = 0) -> nn.Module:
+        network = kind(classes)
+        network.load_state_dict(micro(classes, seed=seed).state_dict(), strict=False)
+        return network
+
+    return build
+
+
+running_mean = _network(RunningMean)
+attribute = _network(Attribute)
+elsewhere = _network(Elsewhere)
+later = _network(Later)
+mixing = _network(Mixing)
+random = _network(Random)
+
+NETWORKS = ("running_mean", "attribute", "elsewhere", "mixing", "random")
