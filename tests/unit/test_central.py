@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xcal
-from support import TINY
+from support import TINY, FreeAccount
 from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.local import server_noise
@@ -82,7 +82,7 @@ def test_zeroing_one_client_moves_the_sums_by_no_more_than_stated(
         updates[0]["w"][3] = broken
     totals = []
     for last in (updates[3], {"w": torch.zeros(20, dtype=torch.float64)}):
-        paying = _Free()
+        paying = FreeAccount()
         tools = ServerBench("dp-fedavg", 0, NoNoise(0), paying, 1)  # type: ignore[arg-type]
         # a deviation far below the clip, so that rounding to the grid does not count
         found = private_mean(tools, [*updates[:3], last], clip=clip, sigma=1e-9, sigma_count=1e-9)
@@ -92,19 +92,10 @@ def test_zeroing_one_client_moves_the_sums_by_no_more_than_stated(
     assert bool(torch.isfinite(totals[0].mean["w"]).all())
 
 
-class _Free:
-    """An account that lets everything pass, for looking at sums."""
-
-    terms = RunTerms("r", "m", "client", 1.0, 1e-5, 2.0, 1e30, 1, "seeded")
-
-    def pay(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
 def test_a_null_client_moves_the_count_by_a_half() -> None:
     small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
     broken = {"w": torch.full((4,), math.nan, dtype=torch.float64)}  # as good as null
-    tools = ServerBench("m", 0, NoNoise(0), _Free(), 1)  # type: ignore[arg-type]
+    tools = ServerBench("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
     fractions = [
         private_mean(tools, [small, other], clip=1.0, sigma=1.0, sigma_count=1e-6).fraction
         for other in (small, broken)
@@ -192,7 +183,7 @@ def test_clipping_norm_converges_to_the_quantile_of_the_updates(start: float) ->
     updates = [{"w": torch.full((4,), norm / 2, dtype=torch.float64)} for norm in norms]
     noise, late = SeededNoise(4), []
     for t in range(150):
-        tools = ServerBench("m", t, noise, _Free(), 200)  # type: ignore[arg-type]
+        tools = ServerBench("m", t, noise, FreeAccount(), 200)  # type: ignore[arg-type]
         _, state = ADAPTIVE_CLIP_AT_SERVER.server_step(tools, experiment, plan, updates, state)
         assert state.clip is not None
         late.append(state.clip)
