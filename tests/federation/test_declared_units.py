@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,12 @@ import xcal
 from support import TINY, tiny_home
 from wire import a_request, ask
 from xcal.config import make_experiment, to_toml
+from xcal.federation.answer import answer
+from xcal.federation.folder import RunFolder
 from xcal.federation.home import ClientHome
+from xcal.federation.local import run_experiment
 from xcal.federation.messages import Refusal, Reply
+from xcal.federation.setup import prepare_remote
 from xcal.privacy.ledger_rows import charges_of, read_rows
 
 Invoke = Callable[..., tuple[int, str, str]]
@@ -128,3 +132,43 @@ def test_homes_given_by_path_declare_for_the_local_engine(invoke: Invoke, tmp_pa
     assert "declares units = 7" in err and len(err.strip().splitlines()) == 1
     assert [len(read_rows(home / "ledger.sqlite")) for home in homes] == rows
     assert not (tmp_path / "no").exists()
+
+
+class Post:
+    """A carrier to homes in this process."""
+
+    def __init__(self, homes: Mapping[str, Path]) -> None:
+        self.homes = homes
+
+    def exchange(
+        self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
+    ) -> dict[str, bytes]:
+        return {client: answer(self.homes[client], m) for client, m in messages.items()}
+
+    def late(self) -> list[str]:
+        return []
+
+
+def test_clients_elsewhere_say_which_neighbours_hold(tmp_path: Path) -> None:
+    """The server learns it with the first answers; what it measures is the lead's own."""
+    keys = {**TINY, "method": "fl-dp", "rounds": 2, "road_images": 0, "road_test_images": 0}
+    experiment = make_experiment(keys)
+    homes = {str(c): tiny_home(tmp_path / "h", c, experiment=experiment) for c in (0, 1, 2)}
+    declare(homes["2"], 64)
+    folder = RunFolder.create(tmp_path / "run", experiment, sorted(keys))
+    federation = prepare_remote(experiment, tuple(homes))
+    result = run_experiment(folder, None, federation, Post(homes))
+    assert [c["units"] for c in result["clients"]] == [51, 51, 64]
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert [(c["units"], c["add_remove"]) for c in statement["clients"]] == [
+        (51, False),
+        (51, False),
+        (64, True),
+    ]
+    assert "at client 2 it is declared" in statement["neighbouring_relation"]
+    assert "at clients 0, 1 it is counted" in statement["neighbouring_relation"]
+    assert "of the lead's own data set tiny" in statement["public_images"]
+    assert [text.split(" is a")[0] for text in statement["plugins"]] == [
+        "the network support:micro",
+        "the data set support:tiny",
+    ]

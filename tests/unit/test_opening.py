@@ -108,7 +108,7 @@ def test_where_a_person_has_no_guarantee_it_says_so() -> None:
     assert "one with 12 images not at all" in statement["opening"][0]
     assert [p["epsilon"] is None for p in statement["persons"]] == [False, False, True]
     worse = make_statement(situation(20.0, group_name="patient", group_cap=30))["opening"][0]
-    assert worse.startswith("A patient with 30 images is protected not at all")
+    assert worse.startswith("A patient with 30 images is not protected at all")
     assert "at most 30 images of one patient are used" in worse
 
 
@@ -162,6 +162,9 @@ def test_the_accounting_line_follows_the_plan() -> None:
     two = make_statement(situation(plans={"0": pld, "1": shorter}, **persons))["accounting"]
     assert two.endswith(f", 7 to {plan.steps} steps at most")
     assert make_statement(situation())["accounting"].startswith("Rényi filter of one fixed order")
+    mixed = make_statement(situation(plans={"0": pld, "1": plan}, **persons))["accounting"]
+    assert mixed.startswith("at client 0 privacy-loss distributions")
+    assert "; at client 1 Rényi filter of one fixed order" in mixed
 
 
 def test_neighbours_are_named_client_by_client() -> None:

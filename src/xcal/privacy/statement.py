@@ -181,11 +181,12 @@ def _who_is_protected(situation: Situation) -> str:
     cap = _cap(situation)
     if cap == 1:
         return f"Protected is every {person}, of whom at most 1 image is used."
-    told = []
+    told: list[str] = []
     for case in person_guarantees(situation):
         images, promised = case["images"], case["epsilon"]
         if promised is None:  # nor with more
-            told.append(f"with {images} images {'' if told else 'is protected '}not at all")
+            no = "not at all" if told else "is not protected at all"
+            told.append(f"with {images} images {no}")
             break
         little = worth(promised)
         told.append(
@@ -258,19 +259,27 @@ def _named(clients: Sequence[str]) -> str:
     return f"client{'' if len(clients) == 1 else 's'} {', '.join(clients)}"
 
 
-def _accounting(plans: Sequence[Plan]) -> str:
-    # Every client of a run is accounted for in the same way.
-    if getattr(plans[0], "accountant", "renyi") == "pld":
-        steps = sorted({plan.steps for plan in plans})
+def _accounting(
+    plans: Mapping[str, Plan], cost: str = "Poisson-subsampled Gaussian", step: str = "step"
+) -> str:
+    """How it is added up, by what each plan says; clients of one run may differ."""
+    named: dict[str, list[str]] = {}
+    for client, plan in plans.items():
+        named.setdefault(getattr(plan, "accountant", "renyi"), []).append(client)
+    told = {
+        "renyi": "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by"
+        f" dp-accounting's {cost}",
+    }
+    if "pld" in named:
+        steps = sorted({plans[client].steps for client in named["pld"]})
         most = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-        return (
+        told["pld"] = (
             "privacy-loss distributions (dp-accounting, pessimistic) for a plan fixed beforehand,"
-            f" {most} steps at most"
+            f" {most} {step}s at most"
         )
-    return (
-        "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by dp-accounting's"
-        " Poisson-subsampled Gaussian"
-    )
+    if len(named) == 1:
+        return told[next(iter(named))]
+    return "; ".join(f"at {_named(clients)} {told[how]}" for how, clients in named.items())
 
 
 def _public_images(situation: Situation) -> str:
@@ -385,8 +394,7 @@ def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
         "sampling": "none that is secret: who takes part is known, so nothing is amplified; sums"
         " divided by the fixed number of clients a round",
         "noise": situation.noise,
-        "accounting": "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by"
-        " dp-accounting's Gaussian, one a round",
+        "accounting": _accounting({"server": plan}, "Gaussian, one a round", "round"),
         "server_sees": "every update as it is",
         "assumptions": list(CENTRAL_ASSUMPTIONS),
         "not_protected": _not_protected(situation, CENTRAL_NOT_PROTECTED),
@@ -416,7 +424,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         if private
         else None,
         "noise": situation.noise if private else None,
-        "accounting": _accounting([*situation.plans.values()]) if private else None,
+        "accounting": _accounting(situation.plans) if private else None,
         "server_sees": SERVER_SEES if private else "every update as it is",
         "assumptions": list(ASSUMPTIONS) if private else [],
         "not_protected": _not_protected(situation, NOT_PROTECTED) if private else ["anything"],
