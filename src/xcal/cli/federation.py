@@ -134,6 +134,9 @@ def accept_command(
     epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
     delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
     unit: str = typer.Option("record", help="With --data: what a run must protect."),
+    units: int | None = typer.Option(
+        None, help="With --data: declared number of units, at least as many as there are."
+    ),
 ) -> None:
     """Site: build the kit from the answer, with hardened policies, and check it.
 
@@ -165,6 +168,7 @@ def accept_command(
             epsilon_run=epsilon_run,
             delta_run=delta_run,
             unit=unit,
+            units=units,
         )
     elif party.about.role == "site" and not party.home.exists():
         say("Now give it a home with your data and your terms, which only you can change:")

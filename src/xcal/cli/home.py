@@ -44,6 +44,11 @@ def init_command(
         None, help="Instead of --data, for trials: an experiment file, of which it has a part."
     ),
     shard: int = typer.Option(0, help="With --experiment: which part, from 0."),
+    units: int | None = typer.Option(
+        None,
+        help="Declared number of units, at least as many as there are: then their real number"
+        " stays private. Not given: they are counted.",
+    ),
     epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
     delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
     unit: str = typer.Option("record", help="What a run must protect: record or group."),
@@ -62,6 +67,7 @@ def init_command(
         data=data,
         experiment=experiment,
         shard=shard,
+        units=units,
         epsilon_run=epsilon_run,
         delta_run=delta_run,
         unit=unit,
@@ -80,6 +86,7 @@ def make_home(
     data: str | None = None,
     experiment: Path | None = None,
     shard: int = 0,
+    units: int | None = None,
     epsilon_run: float | None = None,
     delta_run: float | None = None,
     unit: str = "record",
@@ -105,6 +112,7 @@ def make_home(
         data=data,
         experiment=None if experiment is None else str(experiment.resolve()),
         shard=shard,
+        units=units,
         weights=None if weights is None else str(weights.resolve()),
         simulated=seed is not None,
         seed=seed,
@@ -140,6 +148,7 @@ def show_command(
     console.print(
         f"Client {about.client!r}, population {about.population!r}, data"
         f" {about.data or about.experiment!r},"
+        f" {'units counted' if about.units is None else f'{about.units} units declared'},"
         f" {'simulated: seeded noise' if about.simulated else 'secure noise'}.",
         highlight=False,
     )

@@ -47,6 +47,7 @@ class ClientReport:
     ledger_rows: int | None
     ledger_hash: str | None
     noise: str | None = None  # what it comes from: secure, or seeded in a simulation
+    add_remove: bool = False  # whether adding or removing one unit is covered like zeroing it
 
     @property
     def head(self) -> Head | None:

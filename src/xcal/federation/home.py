@@ -31,13 +31,14 @@ from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.federation.files import whole_lines, write_bytes
 from xcal.federation.policy import Policy, admit_plan, read_policy, read_table
+from xcal.federation.refusals import Refused
 from xcal.federation.setup import DATA_SEED, load_parts
 from xcal.federation.site import Site
 from xcal.privacy import ledger
 from xcal.privacy.ahead import SecureNoiseAhead
 from xcal.privacy.ledger_rows import Head, Terms
 from xcal.privacy.noise import NoiseSource, SeededNoise
-from xcal.training.local import LocalData
+from xcal.training.local import LocalData, TooManyUnits
 
 
 class HomeTable(BaseModel):
@@ -56,6 +57,11 @@ class HomeTable(BaseModel):
         None, description="instead of data: an experiment file of whose partition it has a part"
     )
     shard: Annotated[int, Field(ge=0)] = Field(0, description="which part, from 0")
+    units: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="number of units to plan, draw and weigh with, at least as many as there are;"
+        " the rest draw nothing. Not given: they are counted, and their number becomes public",
+    )
     weights: str | None = Field(None, description="published weights that the network starts from")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where this client computes")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="0 takes all cores")
@@ -201,10 +207,8 @@ class ClientHome:
         head: Head | None = None,
     ) -> Site:
         """This client, ready for a round of the experiment."""
-        return Site(
-            client=self.about.client,
-            home=self.path,
-            data=LocalData(
+        try:
+            data = LocalData(
                 own.images,
                 unit=experiment.unit,
                 images_per_unit=experiment.images_per_unit,
@@ -212,7 +216,14 @@ class ClientHome:
                 augment=experiment.augment,
                 brightness=own.brightness,
                 device=self.about.device,
-            ),
+                declared_units=self.about.units,
+            )
+        except TooManyUnits as error:  # a code that says no more than that the owner must look
+            raise Refused("home", str(error)) from error
+        return Site(
+            client=self.about.client,
+            home=self.path,
+            data=data,
             noise=self.noise(),
             build_model=build_model,
             expected_head=head,

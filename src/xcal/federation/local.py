@@ -166,6 +166,7 @@ def _make_sites(folder: RunFolder, federation: Federation, known: set[str]) -> l
                     device=experiment.device,
                     views=experiment.views,
                     augment=experiment.augment,
+                    declared_units=federation.declared[client] if federation.declared else None,
                 ),
                 noise=_noise(experiment),
                 build_model=lambda: build_network(experiment, len(federation.data.classes)).to(

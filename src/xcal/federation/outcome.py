@@ -10,14 +10,21 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xcal.data.images import Images
+from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.federation.card import card_text
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
+from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.privacy.calibration import Plan
-from xcal.privacy.statement import Situation, make_statement, statement_text
+from xcal.privacy.statement import (
+    PLUGINS,
+    Measured,
+    Situation,
+    make_statement,
+    statement_text,
+)
 from xcal.training.evaluate import (
     Predictions,
     PublicImages,
@@ -88,15 +95,52 @@ def write_preamble(
             plans=plans,
             shared_units=parts is not None and parts.shared_units,
             groups_split=parts is not None and parts.groups_split,
-            group_name=federation.data.group_name,
+            group_name=_group_name(federation.data),
             group_cap=experiment.group_cap,
             server_plan=federation.server_plan,
             epsilon_nominal=nominal_epsilon(federation.method, experiment),
             preset=experiment.preset,
+            add_remove=add_remove_of(federation, reports),
+            plugins={key: name for key in PLUGINS if ":" in (name := getattr(experiment, key))},
+            measured=_measured(federation),
+            # Of a data set whose training images nobody here trains on it says nothing.
+            shared_groups=parts is not None and getattr(federation.data, "shared_groups", 0) > 0,
+            groups_declared=getattr(federation.data, "groups_declared", False),
         )
     )
     write_json(folder.path / "statement.json", statement)
     write_bytes(folder.path / "statement.txt", statement_text(statement).encode())
+
+
+def add_remove_of(
+    federation: Federation, reports: Mapping[str, Mapping[str, Any]]
+) -> frozenset[str]:
+    """Clients at which one unit may also come or go: by the homes given, or by what they report."""
+    if federation.parts is None:
+        return frozenset(name for name, report in reports.items() if report.get("add_remove"))
+    return frozenset(
+        name
+        for name, units in zip(federation.names, federation.declared, strict=False)
+        if add_remove_holds(units is not None, federation.experiment)
+    )
+
+
+def _group_name(data: ImageData) -> str:
+    """What a person is called: nothing where it is not known of every image whose it is."""
+    return data.group_name if getattr(data, "groups_known", True) else RECORD_GROUPS
+
+
+def _measured(federation: Federation) -> Measured:
+    """Which public images this run is measured on: subsets of one size lie within another."""
+    experiment, data = federation.experiment, federation.data
+    judged = max(experiment.validation_images, experiment.road_images)
+    return Measured(
+        data.name,
+        min(judged, len(data.validation)),
+        len(data.test),
+        getattr(experiment, "public_validation_by", None),
+        lead=federation.parts is None,
+    )
 
 
 def noise_of(federation: Federation, reports: Mapping[str, Mapping[str, Any]]) -> str:

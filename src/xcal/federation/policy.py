@@ -20,7 +20,7 @@ from xcal.privacy.ledger_rows import RunTerms, covers
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 # Without these an answer is none; everything else in a report is the owner's choice.
-ALWAYS_REPORTED = ("client", "units", "halted", "noise")
+ALWAYS_REPORTED = ("client", "units", "halted", "noise", "add_remove")
 REPORTABLE = (
     *(f.name for f in fields(ClientReport) if f.name not in ALWAYS_REPORTED),
     "trace",

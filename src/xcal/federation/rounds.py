@@ -57,6 +57,15 @@ def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None
     )
 
 
+def add_remove_holds(declared: bool, experiment: Experiment) -> bool:
+    """Whether adding or removing one unit is covered as zeroing it is: where units are declared.
+
+    Not under a cap: there another image of the same group takes the place of one that goes.
+    """
+    capped = experiment.unit == "record" and experiment.group_cap is not None
+    return declared and not capped
+
+
 def client_round(
     request: RoundRequest, weights: Weights, site: Site, on_step: OnStep | None = None
 ) -> RoundReply:
@@ -264,4 +273,5 @@ def _report(
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,
         noise=site.noise.name,
+        add_remove=add_remove_holds(site.data.declared, experiment),
     )

@@ -18,6 +18,7 @@ from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
+from xcal.federation.policy import read_table
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import ChoosyMethod, Method, clips_units
 from xcal.methods.registry import checked_plan, method_of
@@ -26,6 +27,7 @@ from xcal.privacy.calibration import Plan
 from xcal.privacy.ledger import Ledger
 from xcal.training.clipping import ClippingEngine
 from xcal.training.independence import check_independence
+from xcal.training.local import check_declared_units
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 
@@ -42,6 +44,7 @@ class Federation:
     plans: tuple[Plan | None, ...]
     server_plan: Plan | None = None  # where a trusted server adds the noise
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
+    declared: tuple[int | None, ...] = ()  # units by the homes' own files; None: counted
 
     @property
     def participants(self) -> int:
@@ -54,13 +57,24 @@ class Federation:
     def steps_of_round(self, client: int) -> int:
         if self.parts is None:
             return 0  # how many units a client elsewhere has, it tells with its first answer
-        units = _units(self.data.train, self.parts.shards[client], self.experiment.unit)
+        declared = self.declared[client] if self.declared else None
+        units = declared or _units(self.data.train, self.parts.shards[client], self.experiment.unit)
         return self.experiment.local_epochs * -(-units // self.experiment.batch)
 
 
 def _units(images: Images, shard: Shard, unit: str) -> int:
     groups = images.groups[shard.indices]
     return UnitTable.of("group" if unit == "group" else "record", groups).n_units
+
+
+def _declared(experiment: Experiment, clients: int) -> tuple[int | None, ...]:
+    """The units that homes given by path declare; one with a ledger and no `home.toml` counts."""
+    from xcal.federation.home import HomeTable  # whose module builds on this one
+
+    files = [Path(home) / "home.toml" for home in experiment.homes or ()]
+    if not files:
+        return (None,) * clients
+    return tuple(read_table(HomeTable, f, "home").units if f.exists() else None for f in files)
 
 
 def _fewer(images: Images, count: int | None) -> Images:
@@ -162,9 +176,15 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         and len({Path(h).resolve() for h in experiment.homes}) < clients
     ):
         raise UserError("homes names one folder twice: every client needs a home of its own.")
+    declared = _declared(experiment, clients)
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):
         units = _units(train, shard, experiment.unit)
+        declaration = declared[client]
+        if declaration is not None:
+            assert experiment.homes is not None
+            check_declared_units(units, declaration, f"{experiment.homes[client]}/home.toml")
+            units = declaration
         if experiment.batch > units:
             raise UserError(
                 f"batch ({experiment.batch}) exceeds the {units} units of client {client}: choose a"
@@ -190,7 +210,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
                 run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
             )
     names = tuple(str(client) for client in range(clients))
-    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan, names)
+    return Federation(
+        experiment, method, data, parts, schedule, tuple(plans), server_plan, names, declared
+    )
 
 
 def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
