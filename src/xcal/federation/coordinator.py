@@ -16,7 +16,14 @@ from torch import nn
 
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
-from xcal.federation.exchange import RoundReply, RoundRequest, Weights, check_weights, load_weights
+from xcal.federation.exchange import (
+    Question,
+    RoundReply,
+    RoundRequest,
+    Weights,
+    check_weights,
+    load_weights,
+)
 from xcal.federation.folder import RunFolder
 from xcal.federation.messages import (
     MAX_HEADER,
@@ -59,16 +66,6 @@ class Silent:
     def round(self, record: dict[str, Any]) -> None: ...
 
     def say(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the server asks of one client."""
-
-    client: str
-    request: RoundRequest
-    weights: Weights
-    head: Head | None  # the client's ledger as last seen: a shorter one is noticed
 
 
 Answer = RoundReply | Refusal | None  # None: no answer in time

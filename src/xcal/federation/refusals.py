@@ -5,7 +5,13 @@ The sentence with the detail stays in the client's own refusal log.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from xcal.errors import UserError
+from xcal.privacy.account import NoiseTooLow
+from xcal.privacy.ledger import LedgerExhausted
+from xcal.privacy.ledger_rows import LedgerBusy, LedgerRefusal
 
 CODES: dict[str, str] = {
     "malformed": "the message cannot be read, or a field is missing, unknown or of another type",
@@ -20,6 +26,7 @@ CODES: dict[str, str] = {
     "delta-run": "the run asks for more δ than the client's policy allows one run",
     "epsilon-total": "all runs together would exceed the client's highest ε",
     "delta-total": "all runs together would exceed the client's highest δ",
+    "delta-too-large": "the run's δ is not below 1 divided by the client's declared units",
     "sigma-too-low": "a step would use less noise than the client's policy allows",
     "too-many-steps": "the run plans more steps than the client's policy allows",
     "batch-too-large": "a step would draw more units than the client's policy allows",
@@ -48,3 +55,22 @@ class Refused(UserError):
             raise ValueError(f"unknown refusal code {code!r}")
         super().__init__(detail)
         self.code = code
+
+
+@contextmanager
+def naming(code: str) -> Iterator[None]:
+    """Within: what a user could have caused becomes a refusal of this code."""
+    try:
+        yield
+    except Refused:
+        raise
+    except LedgerBusy as error:
+        raise Refused("busy", str(error)) from error
+    except LedgerExhausted as error:
+        raise Refused(f"{error.ran_out[0]}-total", str(error)) from error
+    except LedgerRefusal as error:
+        raise Refused("ledger", str(error)) from error
+    except NoiseTooLow as error:
+        raise Refused("sigma-too-low", str(error)) from error
+    except UserError as error:
+        raise Refused(code, str(error)) from error

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -18,13 +17,10 @@ from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
-from xcal.federation.rounds import run_terms
-from xcal.methods.base import ChoosyMethod, Method, clips_units
+from xcal.federation.preflight import check_network, unmeasured
+from xcal.methods.base import Method
 from xcal.methods.registry import method_of
-from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.training.clipping import ClippingEngine
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 
@@ -41,6 +37,8 @@ class Federation:
     plans: tuple[Plan | None, ...]
     server_plan: Plan | None = None  # where a trusted server adds the noise
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
+    warnings: tuple[str, ...] = ()  # what the run will not be able to measure
+    explains: bool = True  # whether the network's answers can be explained
 
     @property
     def participants(self) -> int:
@@ -88,28 +86,6 @@ def draw_schedule(
         tuple(sorted(int(c) for c in generator.choice(clients, participants, replace=False)))
         for _ in range(rounds)
     )
-
-
-def check_network(experiment: Experiment, network: nn.Module, side: int) -> None:
-    """Refuse a network that does not suit the method, or in which no unit can be bounded."""
-    method = method_of(experiment)
-    if isinstance(method, ChoosyMethod):
-        method.check_network(network, experiment)
-    ClippingEngine(network)
-    _check_independence(network, side)
-
-
-def _check_independence(network: nn.Module, side: int) -> None:
-    """Refuse a network whose answer to an image depends on its neighbours or on chance."""
-    images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
-    network.train()
-    with torch.no_grad():
-        together, again = network(images), network(images)
-        alone = torch.cat([network(image[None]) for image in images])
-    scale = 1e-3 * (1 + float(together.abs().max()))
-    for other, why in ((again, "answers at random"), (alone, "mixes the images of a batch")):
-        if not torch.allclose(together, other, rtol=0.0, atol=scale):
-            raise UserError(f"The network {why}, so one image's influence cannot be bounded.")
 
 
 def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:
@@ -192,17 +168,41 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             " validation_images, or choose a data set that has some."
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))  # refused before anything is made
-    if clips_units(method):
-        check_network(experiment, network, train.pixels.shape[1])
-    for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
-        # All homes are asked before any is charged: one refusal must not cost the others.
-        with Ledger(Path(home) / "ledger.sqlite") as book:
-            book.check(
-                run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
+    unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
+    federation = Federation(
+        experiment,
+        method,
+        data,
+        parts,
+        schedule,
+        tuple(plans),
+        server_plan,
+        tuple(str(client) for client in range(clients)),
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
+    )
+    if new:
+        ask_homes(federation, "a new run")
+    return federation
+
+
+def ask_homes(federation: Federation, run: str) -> None:
+    """Refuse a run that one of its homes would refuse, before any of them is charged."""
+    from xcal.federation.admission import ask_home  # whose modules build on this one
+
+    experiment, parts = federation.experiment, federation.parts
+    for client, home in enumerate(experiment.homes or ()):
+        if parts is not None and federation.own_rounds(client):
+            units = _units(federation.data.train, parts.shards[client], experiment.unit)
+            ask_home(
+                Path(home),
+                run,
+                experiment,
+                federation.method,
+                federation.plans[client],
+                units,
+                shard=client,
             )
-    names = tuple(str(client) for client in range(clients))
-    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan, names)
 
 
 def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
@@ -233,7 +233,16 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         len(names), experiment.rounds, experiment.participants, experiment.seed
     )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))
-    if clips_units(method):
-        check_network(experiment, network, experiment.pixels)
-    return Federation(experiment, method, data, None, schedule, (), server_plan, tuple(names))
+    unexplained = check_network(experiment, len(data.classes), experiment.pixels)
+    return Federation(
+        experiment,
+        method,
+        data,
+        None,
+        schedule,
+        (),
+        server_plan,
+        tuple(names),
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
+    )
