@@ -134,6 +134,7 @@ def _run(
         federation.server_plan,
         ServerSite(folder.about["run"], folder.path / "server", server_noise(federation)),
     )
+    _tell_unmeasured(folder, federation, progress)
     coordinator = Coordinator(folder, federation, rule, progress)
     state = coordinator.state
     write_preamble(folder, federation, state.reports)
@@ -148,6 +149,15 @@ def _run(
     model = coordinator.run(transport)
     seconds = time.monotonic() - started
     return _finish(folder, federation, model, state.reports, rule.report(state.server), seconds)
+
+
+def _tell_unmeasured(folder: RunFolder, federation: Federation, progress: Progress) -> None:
+    """Say and write down what the run will not be able to measure, before its first step."""
+    about, found = folder.about, list(federation.warnings)
+    if about.get("unmeasured", []) != found:
+        write_json(folder.path / "run.json", {**about, "unmeasured": found})
+    for text in found:
+        progress.say(text)
 
 
 def server_noise(federation: Federation) -> NoiseSource:

@@ -39,7 +39,7 @@ def check_network(experiment: Experiment, classes: int, side: int) -> str | None
     if clips_units(method):
         ClippingEngine(network)
         _check_independence(network, side)
-    unexplained = _why_unexplained(network, side)
+    unexplained = why_unexplained(network, side)
     if unexplained is not None and method.uses >= SIGNAL_KEYS:
         raise UserError(
             f"{method.name} takes its signal from maps, and the network {experiment.network!r}"
@@ -87,7 +87,8 @@ def _check_independence(network: nn.Module, side: int) -> None:
             raise UserError(f"The network {why}, so one image's influence cannot be bounded.")
 
 
-def _why_unexplained(network: nn.Module, side: int) -> str | None:
+def why_unexplained(network: nn.Module, side: int) -> str | None:
+    """Why no map can be made of the network's answers to such images; None where it can."""
     try:
         gradcam_maps(network, _made_up(2, side))
     except UserError as error:

@@ -36,7 +36,6 @@ from xcal.models.registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 
-DIVERGED = "Training diverged"
 PANEL_IMAGES = 4
 
 
@@ -78,9 +77,7 @@ def run_cell(
         folder = RunFolder.create(work, experiment, sorted(cell.keys))
     try:
         result = run_experiment(folder, talk, federation)
-    except UserError as error:
-        if not str(error).startswith(DIVERGED):
-            raise
+    except Diverged as error:
         return _frame(cell, "diverged", command, folder) | {"reason": str(error)}, None
     values = _frame(cell, "finished", command, folder)
     values |= {
