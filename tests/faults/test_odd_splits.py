@@ -16,6 +16,7 @@ from xcal.privacy.ledger_rows import find_ledgers, read_rows, verify
 Invoke = Callable[..., tuple[int, str, str]]
 
 SHORT = {
+    "method": "fl-dp",
     "network": "support:micro",
     "pixels": 16,
     "clients": 2,
@@ -44,7 +45,7 @@ def charged(folder: Path) -> int:
 
 
 FINISHES: dict[str, tuple[dict[str, Any], int]] = {  # keys, and how many things are not measured
-    "no test images": ({"data": "odd_data:no_test"}, 1),
+    "no test images": ({"data": "odd_data:no_test", "method": "xcal"}, 1),
     "no validation images": ({"data": "odd_data:no_validation"}, 1),
     "training images only": ({"data": "odd_data:training_only"}, 2),
     "training images only, without a guarantee": (
@@ -81,7 +82,7 @@ FINISHES: dict[str, tuple[dict[str, Any], int]] = {  # keys, and how many things
         0,
     ),
     "no maps, and none needed": (
-        {"data": "support:tiny", "network": "odd_data:blind", "method": "fl-dp"},
+        {"data": "support:tiny", "network": "odd_data:blind"},
         1,
     ),
 }
@@ -145,7 +146,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # keys, and a word of the se
         "16×16 pixels",
     ),
     "other logits": ({"data": "support:tiny", "network": "odd_data:two_logits"}, "3 classes"),
-    "a signal without maps": ({"data": "support:tiny", "network": "odd_data:blind"}, "nowhere"),
+    "a signal without maps": (
+        {"data": "support:tiny", "network": "odd_data:blind", "method": "xcal"},
+        "nowhere",
+    ),
     "stages that are none": (
         {"data": "support:tiny", "network": "efficientnet_b0", "head_reads": "stages:7-12"},
         "stages",

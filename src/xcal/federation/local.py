@@ -175,9 +175,7 @@ def _noise(experiment: Experiment) -> NoiseSource:
     return SeededNoise(experiment.seed, paired=experiment.paired)
 
 
-def make_clients(
-    folder: RunFolder, federation: Federation, known: set[str]
-) -> list[LocalClient]:
+def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> list[LocalClient]:
     """The clients. A simulated home is made once; a home given by path must have a ledger.
 
     `known`: clients that have answered before, whose ledgers must be there.

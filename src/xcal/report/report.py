@@ -199,9 +199,7 @@ def _runs_answer(runs: Sequence[RunView]) -> str:
             " `xcal study privacy-utility --scale laptop` for paired seeds and intervals."
         )
     best = max(runs, key=lambda r: r.result["macro_f1"])
-    return (
-        f"{finished}; the highest macro F1 is {best.result['macro_f1']:.3f}, of {best.name}."
-    )
+    return f"{finished}; the highest macro F1 is {best.result['macro_f1']:.3f}, of {best.name}."
 
 
 def report_page(material: Material, *, panel_images: int = 4) -> str:
