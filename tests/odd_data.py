@@ -1,4 +1,4 @@
-"""Data sets with odd splits and networks that do not fit, for `package.module:name` of an experiment."""
+"""Data sets with odd splits and networks that do not fit, by `package.module:name`."""
 
 from __future__ import annotations
 

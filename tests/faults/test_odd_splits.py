@@ -1,4 +1,4 @@
-"""Whatever `xcal run` accepts of small and odd data comes to an end; what it refuses costs nothing."""
+"""Whatever `xcal run` accepts of small and odd data ends; what it refuses costs nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every engine asks a client the same function: homes given to `xcal run` are held to their policy."""
+"""Every engine asks a client the same function: homes of `xcal run` are held to their policy."""
 
 from __future__ import annotations
 

@@ -54,19 +54,19 @@ def room_text(
     epsilon: float, delta: float, epsilon_run: float | None = None, delta_run: float | None = None
 ) -> str:
     """How many runs a lifetime limit has room for, by ε and by δ, and how to have room for more."""
-    from xcal.config import Experiment
+    from xcal.config import make_experiment
     from xcal.privacy.analysis import runs_that_fit
 
-    usual = Experiment()
+    usual = make_experiment({})
     one = (epsilon_run or usual.epsilon, delta_run or usual.delta)
     fit = runs_that_fit(epsilon, one[0]), runs_that_fit(delta, one[1])
     text = f"Room for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
     if min(fit) < 2 or fit[1] < fit[0]:
         wanted = max(5, fit[0])
         text += (
-            f" For {wanted} runs let each ask for at most epsilon = {epsilon / wanted:g} and delta ="
-            f" {delta / wanted:g}, or allow --epsilon {max(epsilon, wanted * one[0]):g} and --delta"
-            f" {max(delta, wanted * one[1]):g}; keep a run's delta below 1 divided by your units."
+            f" For {wanted} runs let each ask for at most epsilon = {epsilon / wanted:g} and"
+            f" delta = {delta / wanted:g}, or allow --epsilon {max(epsilon, wanted * one[0]):g}"
+            f" and --delta {max(delta, wanted * one[1]):g}; keep a run's delta below 1 divided by your units."
         )
     return text
 

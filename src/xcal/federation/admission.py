@@ -1,4 +1,4 @@
-"""Whether a client takes part in a run: its policy and its ledger, asked before anything is charged."""
+"""Whether a client takes part in a run: its policy and its ledger, asked before any charge."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What can be known of a run before its first step: what would keep it from ending, and what it will
-not be able to measure.
+"""What can be known of a run before its first step: what keeps it from ending, and what it will not
+be able to measure.
 
 The first is refused; the second is told beforehand, recorded, and null in the result.
 """
@@ -53,7 +53,7 @@ def _made_up(count: int, side: int) -> torch.Tensor:
 
 
 def _check_answers(experiment: Experiment, network: nn.Module, classes: int, side: int) -> None:
-    """Refuse a network that cannot take the images, alone or together, or answers something else."""
+    """Refuse a network that cannot take the images, or answers something else."""
     what = f"The network {experiment.network!r}"
     for count, training in ((3, True), (1, True), (1, False)):
         network.train(training)

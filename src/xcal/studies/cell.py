@@ -28,6 +28,7 @@ from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadSettings, road
 from xcal.federation.constants import with_constants
+from xcal.federation.coordinator import Diverged
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
