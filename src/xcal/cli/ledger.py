@@ -66,7 +66,8 @@ def room_text(
         text += (
             f" For {wanted} runs let each ask for at most epsilon = {epsilon / wanted:g} and"
             f" delta = {delta / wanted:g}, or allow --epsilon {max(epsilon, wanted * one[0]):g}"
-            f" and --delta {max(delta, wanted * one[1]):g}; keep a run's delta below 1 divided by your units."
+            f" and --delta {max(delta, wanted * one[1]):g}; keep a run's delta below 1 divided by"
+            " your units."
         )
     return text
 
