@@ -120,7 +120,7 @@ TINY: dict[str, Any] = {
 
 def make_sites(folder: RunFolder, federation: Federation) -> list[Site]:
     """The clients of a simulated federation, before its first round."""
-    return local._make_sites(folder, federation, {})
+    return [c.held.site for c in local.make_clients(folder, federation, set())]
 
 
 def sets(**changes: Any) -> list[str]:

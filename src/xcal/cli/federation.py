@@ -174,7 +174,7 @@ def accept_command(
         say("Now give it a home with your data and your terms, which only you can change:")
         say(
             f"  xcal home init {party.home} --client {party.about.name} --data NAME"
-            " --population WHO --epsilon 5 --delta 1e-5"
+            " --population WHO --epsilon 5 --delta 1e-4"
         )
     for finding in check_party(party):
         say(f"{finding.level:8} {finding.text}")

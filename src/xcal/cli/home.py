@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from xcal.cli.ledger import room_text
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
+LIMITS = ("epsilon", "delta")
 
 Made = TypeVar("Made", bound=BaseModel)
 
@@ -127,6 +130,7 @@ def make_home(
     )
     made = create_home(home, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
+    typer.echo(room_text(epsilon, delta, epsilon_run, delta_run))
     typer.echo(
         "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
         " a lost ledger cannot be replaced."
@@ -140,6 +144,7 @@ def show_command(
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
     from xcal.federation.home import ClientHome
+    from xcal.privacy.analysis import lifetime_text
     from xcal.privacy.ledger_rows import read_rows, runs_of
 
     opened = ClientHome.open(home)
@@ -160,11 +165,14 @@ def show_command(
         shown = ", ".join(value) if isinstance(value, tuple) else f"{value}"
         table.add_row(key, shown, type(policy).model_fields[key].description)
     console.print(table)
-    runs = runs_of(read_rows(opened.ledger_path)).values()
-    spent = sum(run.epsilon or 0.0 for run in runs)
+    rows = read_rows(opened.ledger_path)
+    runs = runs_of(rows).values()
+    reserved = {name: sum(getattr(run, name) or 0.0 for run in runs) for name in LIMITS}
     console.print(
-        f"{len(runs)} runs reserved ε = {spent:g} of {policy.epsilon_total:g}:"
-        f" `xcal ledger show {home}` has the rows."
+        f"{len(runs)} runs reserved ε = {reserved['epsilon']:g} of {policy.epsilon_total:g} and δ ="
+        f" {reserved['delta']:g} of {policy.delta_total:g} that the policy allows; the ledger:"
+        f" {lifetime_text(rows)}. `xcal ledger show {home}` has the rows.",
+        highlight=False,
     )
     logged = opened.refusals()
     console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")

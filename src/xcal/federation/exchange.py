@@ -28,6 +28,17 @@ class RoundRequest:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What the server asks of one client, and what goes with it."""
+
+    client: str
+    request: RoundRequest
+    weights: Weights
+    head: Head | None = None  # the client's ledger as last seen: a shorter one is noticed
+    frozen: str | None = None  # digest of what does not train; None: asked in this very process
+
+
+@dataclass(frozen=True)
 class ClientReport:
     """What a client tells about a round: functions of its releases and of public constants.
 

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
 from xcal.config import Experiment, make_experiment, read_pinned, read_toml, to_toml
 from xcal.data import catalog
@@ -30,13 +31,14 @@ from xcal.data.partition import Partition
 from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.federation.files import whole_lines, write_bytes
-from xcal.federation.policy import Policy, admit_plan, read_policy, read_table
+from xcal.federation.policy import Policy, read_policy, read_table
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import DATA_SEED, load_parts
-from xcal.federation.site import Site
+from xcal.federation.site import Held, Site
+from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.ledger_rows import Head, Terms
+from xcal.privacy.ledger_rows import Terms
 from xcal.privacy.noise import NoiseSource, SeededNoise
 from xcal.training.local import LocalData, TooManyUnits
 
@@ -84,6 +86,34 @@ class HomeTable(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         None, description="of a simulated client's noise and draws"
     )
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What decides for a client beside the request.
+
+    `policy` and `about` are None where there is nothing but a ledger: its limits decide alone.
+    """
+
+    home: Path
+    policy: Policy | None = None
+    about: HomeTable | None = None
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.home / "ledger.sqlite"
+
+
+def read_owner(home: Path) -> Owner:
+    """Who decides at a home given by path; one sentence about what is wrong with its files.
+
+    A folder with `home.toml` or `policy.toml` is held to its policy. One with neither, as `xcal
+    ledger create` makes it, is held to its ledger.
+    """
+    if not any((home / name).exists() for name in ("home.toml", "policy.toml")):
+        return Owner(home)
+    opened = ClientHome.open(home)
+    return Owner(home, opened.policy, opened.about)
 
 
 @dataclass(frozen=True)
@@ -137,6 +167,18 @@ class ClientHome:
     @property
     def ledger_path(self) -> Path:
         return self.path / "ledger.sqlite"
+
+    @property
+    def name(self) -> str:
+        return self.about.client
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.path, self.policy, self.about)
+
+    @property
+    def threads(self) -> int:
+        return self.about.threads
 
     def noise(self) -> NoiseSource:
         """The operating system's for a real client; a seed of the owner's for a simulated one."""
@@ -199,14 +241,9 @@ class ClientHome:
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
 
-    def site(
-        self,
-        experiment: Experiment,
-        own: OwnImages,
-        build_model: Callable[[], nn.Module],
-        head: Head | None = None,
-    ) -> Site:
-        """This client, ready for a round of the experiment."""
+    def hold(self, experiment: Experiment) -> Held:
+        """This client's data and noise for a round of the experiment."""
+        own = self.images(experiment)
         try:
             data = LocalData(
                 own.images,
@@ -220,16 +257,14 @@ class ClientHome:
             )
         except TooManyUnits as error:  # a code that says no more than that the owner must look
             raise Refused("home", str(error)) from error
-        return Site(
+        site = Site(
             client=self.about.client,
             home=self.path,
             data=data,
             noise=self.noise(),
-            build_model=build_model,
-            expected_head=head,
-            sigma_floor=self.policy.sigma_min,
-            admit=partial(admit_plan, self.policy),
+            build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
+        return Held(site, own.classes, own.images.pixels.shape[1])
 
     def log_message(self, direction: str, kind: str, fields: dict[str, int]) -> None:
         """Names and sizes of what was sent or received, if the owner wants them."""
@@ -256,6 +291,19 @@ def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
     long = len(detail) > _LONGEST_DETAIL
     told = f"{detail[:half]} … {detail[-half:]}" if long else detail
     append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about})
+
+
+@contextmanager
+def logged(home: Path, about: Mapping[str, Any]) -> Iterator[None]:
+    """Within: what is refused or fails is written down at the home, with its detail."""
+    try:
+        yield
+    except Refused as refusal:
+        log_refusal(home, refusal.code, str(refusal), **about)
+        raise
+    except Exception:
+        log_refusal(home, "internal", traceback.format_exc(), **about)
+        raise
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

@@ -166,14 +166,15 @@ def finish(
 ) -> dict[str, Any]:
     """Measure on the whole test set and write the result, last of all."""
     experiment, about = federation.experiment, folder.about
-    test = predict(model, federation.data.test, device=experiment.device)
+    test = measure_test(model, federation)
     _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
     write_tensors(
         folder.path / "model.safetensors",
         model.state_dict(),
         {"network": experiment.network, "classes": list(federation.data.classes)},
     )
-    subset = public_subset(federation.data.test, experiment.road_test_images)
+    wanted = experiment.road_test_images if federation.explains else 0
+    subset = public_subset(federation.data.test, wanted)
     explanations = (
         explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
     )
@@ -186,7 +187,7 @@ def finish(
         "method": experiment.method,
         "data": experiment.data,
         "network": experiment.network,
-        "macro_f1": test.macro_f1(),
+        "macro_f1": test.macro_f1() if len(test.labels) else None,
         "road": road.get("road"),
         "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
@@ -213,6 +214,7 @@ def finish(
         ],
         "server": server,
         "classification": test.metrics(),
+        "unmeasured": list(federation.warnings),
         "explanations": explanations,
         "rounds": experiment.rounds,
         "threads": about["threads"],
@@ -226,6 +228,19 @@ def finish(
     write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
+
+
+def measure_test(model: nn.Module, federation: Federation) -> Predictions:
+    """The model's answers to the test images; of the right shape also where there are none."""
+    images, classes = federation.data.test, len(federation.data.classes)
+    if len(images):
+        return predict(model, images, device=federation.experiment.device)
+    return no_predictions(classes)
+
+
+def no_predictions(classes: int) -> Predictions:
+    none = np.zeros(0, dtype=np.int64)
+    return Predictions(none, none, np.zeros(0), np.zeros((0, classes)))
 
 
 def unused_keys(method: Method, given: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -19,14 +18,10 @@ from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.policy import read_table
-from xcal.federation.rounds import run_terms
-from xcal.methods.base import ChoosyMethod, Method, clips_units
+from xcal.federation.preflight import check_network, unmeasured
+from xcal.methods.base import Method
 from xcal.methods.registry import checked_plan, method_of
-from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.training.clipping import ClippingEngine
-from xcal.training.independence import check_independence
 from xcal.training.local import check_declared_units
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
@@ -45,6 +40,8 @@ class Federation:
     server_plan: Plan | None = None  # where a trusted server adds the noise
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
     declared: tuple[int | None, ...] = ()  # units by the homes' own files; None: counted
+    warnings: tuple[str, ...] = ()  # what the run will not be able to measure
+    explains: bool = True  # whether the network's answers can be explained
 
     @property
     def participants(self) -> int:
@@ -54,12 +51,16 @@ class Federation:
     def own_rounds(self, client: int) -> tuple[int, ...]:
         return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
 
+    def units(self, client: int) -> int:
+        """The units of a client of this process: as declared, or counted."""
+        assert self.parts is not None
+        declared = self.declared[client] if self.declared else None
+        return declared or _units(self.data.train, self.parts.shards[client], self.experiment.unit)
+
     def steps_of_round(self, client: int) -> int:
         if self.parts is None:
             return 0  # how many units a client elsewhere has, it tells with its first answer
-        declared = self.declared[client] if self.declared else None
-        units = declared or _units(self.data.train, self.parts.shards[client], self.experiment.unit)
-        return self.experiment.local_epochs * -(-units // self.experiment.batch)
+        return self.experiment.local_epochs * -(-self.units(client) // self.experiment.batch)
 
 
 def _units(images: Images, shard: Shard, unit: str) -> int:
@@ -103,15 +104,6 @@ def draw_schedule(
         tuple(sorted(int(c) for c in generator.choice(clients, participants, replace=False)))
         for _ in range(rounds)
     )
-
-
-def check_network(experiment: Experiment, network: nn.Module, side: int) -> None:
-    """Refuse a network that does not suit the method, or in which no unit can be bounded."""
-    method = method_of(experiment)
-    if isinstance(method, ChoosyMethod):
-        method.check_network(network, experiment)
-    ClippingEngine(network)
-    check_independence(network, side)
 
 
 def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:
@@ -200,19 +192,41 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             " validation_images, or choose a data set that has some."
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))  # refused before anything is made
-    if clips_units(method):
-        check_network(experiment, network, train.pixels.shape[1])
-    for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
-        # All homes are asked before any is charged: one refusal must not cost the others.
-        with Ledger(Path(home) / "ledger.sqlite") as book:
-            book.check(
-                run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
-            )
-    names = tuple(str(client) for client in range(clients))
-    return Federation(
-        experiment, method, data, parts, schedule, tuple(plans), server_plan, names, declared
+    unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
+    federation = Federation(
+        experiment,
+        method,
+        data,
+        parts,
+        schedule,
+        tuple(plans),
+        server_plan,
+        tuple(str(client) for client in range(clients)),
+        declared,
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
     )
+    if new:
+        ask_homes(federation, "a new run")
+    return federation
+
+
+def ask_homes(federation: Federation, run: str) -> None:
+    """Refuse a run that one of its homes would refuse, before any of them is charged."""
+    from xcal.federation.admission import ask_home  # whose modules build on this one
+
+    experiment = federation.experiment
+    for client, home in enumerate(experiment.homes or ()):
+        if federation.parts is not None and federation.own_rounds(client):
+            ask_home(
+                Path(home),
+                run,
+                experiment,
+                federation.method,
+                federation.plans[client],
+                federation.units(client),
+                shard=client,
+            )
 
 
 def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
@@ -243,7 +257,16 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         len(names), experiment.rounds, experiment.participants, experiment.seed
     )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))
-    if clips_units(method):
-        check_network(experiment, network, experiment.pixels)
-    return Federation(experiment, method, data, None, schedule, (), server_plan, tuple(names))
+    unexplained = check_network(experiment, len(data.classes), experiment.pixels)
+    return Federation(
+        experiment,
+        method,
+        data,
+        None,
+        schedule,
+        (),
+        server_plan,
+        tuple(names),
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
+    )

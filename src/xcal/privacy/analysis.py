@@ -197,6 +197,27 @@ def lifetime(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def lifetime_text(rows: Sequence[Row]) -> str:
+    """What is left of the population's limit, ε and δ alike, in words."""
+    life = lifetime(rows)
+    if life["epsilon"] is None:
+        return "no limit"
+    limit = f"({life['epsilon']:g}, {life['delta']:g})"
+    if "budget" in life:
+        share = 100 * life["spent"] / life["budget"]
+        return f"limit {limit} at order {life['order']:g}, {share:.2f} % of it spent"
+    return (
+        f"limit {limit}, reserved ε = {life['epsilon_reserved']:.6g} and δ ="
+        f" {life['delta_reserved']:.6g}, left ε = {life['epsilon_left']:.6g} and δ ="
+        f" {life['delta_left']:.6g}"
+    )
+
+
+def runs_that_fit(limit: float, run: float) -> int:
+    """How many runs of this ε (or δ) a lifetime limit of that kind has room for."""
+    return int(limit / run * (1 + 1e-9))
+
+
 def analyse(rows: Sequence[Row], run: str | None = None, *, pld: bool = True) -> list[Analysis]:
     """Every run of a ledger, or the one named."""
     runs = runs_of(rows)

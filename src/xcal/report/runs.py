@@ -69,6 +69,8 @@ def load_data(run: LoadedRun, name: str | None = None) -> ImageData:
     experiment = run.experiment
     wanted = name or experiment.data
     data = catalog.load(wanted, pixels=experiment.pixels, seed=DATA_SEED)
+    if name is not None and not len(data.test):
+        raise UserError(f"The data set {wanted!r} has no test images: choose another.")
     if data.classes == run.classes:
         return data
     missing = [c for c in run.classes if c not in data.classes]

@@ -95,4 +95,6 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _done(result: dict[str, Any], out: Path) -> None:
-    print(f"test macro F1 {result['macro_f1']:.3f}; everything is in {out}", flush=True)
+    f1 = result["macro_f1"]
+    shown = "–" if f1 is None else f"{f1:.3f}"
+    print(f"test macro F1 {shown}; everything is in {out}", flush=True)
