@@ -160,7 +160,7 @@ def _make_sites(folder: RunFolder, federation: Federation, known: set[str]) -> l
                 home=home,
                 data=LocalData(
                     federation.data.train.take(shard.indices),
-                    unit=experiment.unit,
+                    unit=experiment.privacy_unit,
                     images_per_unit=experiment.images_per_unit,
                     brightness=shard.brightness,
                     device=experiment.device,
