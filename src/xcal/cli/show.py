@@ -137,7 +137,7 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
         )
         promise = "no guarantee per record (ε = ∞)"
     console.print(
-        f"Test macro F1 {result['macro_f1']:.3f}, {promise}, {result['noise'] or 'no'} noise."
+        f"Test macro F1 {number(result['macro_f1'])}, {promise}, {result['noise'] or 'no'} noise."
     )
     if result["epsilon_paper"] is not None:
         console.print(f"ε by the paper's own accounting: {result['epsilon_paper']:.4g}.")

@@ -120,10 +120,12 @@ def finish(
     server: dict[str, Any] | None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Measure on the whole test set and write the result, last of all."""
+    """Measure on the whole test set, if there is one, and write the result, last of all."""
     experiment, about = federation.experiment, folder.about
-    test = predict(model, federation.data.test, device=experiment.device)
-    _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
+    test = None
+    if len(federation.data.test):
+        test = predict(model, federation.data.test, device=experiment.device)
+        _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
     write_tensors(
         folder.path / "model.safetensors",
         model.state_dict(),
@@ -142,7 +144,7 @@ def finish(
         "method": experiment.method,
         "data": experiment.data,
         "network": experiment.network,
-        "macro_f1": test.macro_f1(),
+        "macro_f1": None if test is None else test.macro_f1(),
         "road": road.get("road"),
         "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
@@ -168,7 +170,7 @@ def finish(
             for r in (reports[name] for name in federation.names if name in reports)
         ],
         "server": server,
-        "classification": test.metrics(),
+        "classification": None if test is None else test.metrics(),
         "explanations": explanations,
         "rounds": experiment.rounds,
         "threads": about["threads"],
@@ -178,8 +180,10 @@ def finish(
         "versions": about["versions"],
         "command": about["command"],
     }
-    card = card_text(experiment, federation.data, read_json(folder.path / "statement.json"), result)
-    write_bytes(folder.path / "card.md", card.encode())
+    if test is not None:
+        statement = read_json(folder.path / "statement.json")
+        card = card_text(experiment, federation.data, statement, result)
+        write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
 

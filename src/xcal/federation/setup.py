@@ -164,11 +164,18 @@ def may_measure(experiment: Experiment) -> bool:
 
     At homes of a real population somebody has to agree, by name.
     """
-    return experiment.homes is None or bool(experiment.public_validation) or not any(
-        (terms := terms_of(read_rows(Path(home) / "ledger.sqlite"))).epsilon is not None
-        and not terms.simulated
-        for home in experiment.homes
-    )
+    if experiment.homes is None or experiment.public_validation:
+        return True
+    return not any(_is_real(Path(home)) for home in experiment.homes)
+
+
+def _is_real(home: Path) -> bool:
+    """Whether a home's ledger protects a real population; one that cannot be read may."""
+    try:
+        terms = terms_of(read_rows(home / "ledger.sqlite"))
+    except UserError:
+        return True
+    return terms.epsilon is not None and not terms.simulated
 
 
 def public_splits(experiment: Experiment, data: ImageData) -> ImageData:
