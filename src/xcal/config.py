@@ -295,7 +295,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
         ) from None
     if (made.public_validation is True) != bool((made.public_validation_by or "").strip()):
         raise UserError(
-            f"public_validation = true and public_validation_by = \"who agreed\" go together, and"
+            f'public_validation = true and public_validation_by = "who agreed" go together, and'
             f" {where} has only one of them: give both, or neither."
         )
     return made

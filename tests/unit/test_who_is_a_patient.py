@@ -138,7 +138,9 @@ def test_columns_of_other_names_are_said_by_hand(tmp_path: Path, invoke: Invoke)
         group_column="fall_nr",
     )
     assert again.already_there
-    code, _, err = invoke("data", "import", str(tmp_path / "ward"), *SMALL, "--kind", "folders", *named)
+    code, _, err = invoke(
+        "data", "import", str(tmp_path / "ward"), *SMALL, "--kind", "folders", *named
+    )
     assert code == 2
     assert "no table" in err
 
@@ -199,9 +201,7 @@ def test_a_promise_per_group_needs_groups(tmp_path: Path, invoke: Invoke) -> Non
     home = tmp_path / "home"
     create(home / "ledger.sqlite", Terms("ward", "group", 30.0, 1e-2))
     out = tmp_path / "run"
-    code, _, err = invoke(
-        "run", *words(unit="group", homes=[str(home)]), "--out", str(out)
-    )
+    code, _, err = invoke("run", *words(unit="group", homes=[str(home)]), "--out", str(out))
     assert code == 2
     assert len(err.strip().splitlines()) == 1
     assert not out.exists()
@@ -223,7 +223,9 @@ def test_one_image_per_person_is_declared_by_hand(tmp_path: Path, invoke: Invoke
     assert made.data.groups_declared
     # Where the set itself names people with several images, nobody can declare otherwise.
     other = csv_of(tmp_path / "other")
-    code, _, err = invoke("data", "import", str(other), *SMALL, "--one-image-per-person", "--replace")
+    code, _, err = invoke(
+        "data", "import", str(other), *SMALL, "--one-image-per-person", "--replace"
+    )
     assert code == 2
     assert f"{PATIENTS} patients" in err
     assert load("ward").group_name == "person"
@@ -449,3 +451,54 @@ def test_a_hospital_that_only_trains_gives_up_nobody(tmp_path: Path, invoke: Inv
     data = load("ward")
     assert len(data.train) == PATIENTS * EACH
     assert len(data.validation) == len(data.test) == 0
+
+
+# --- a client elsewhere ---------------------------------------------------------------------------
+
+
+def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: Path) -> None:
+    from wire import ask, changed
+    from xcal.federation.home import ClientHome, HomeTable, create_home
+    from xcal.federation.home_check import check_home
+    from xcal.federation.messages import Refusal, Reply
+    from xcal.federation.policy import Policy
+
+    table = csv_of(tmp_path / "ward", "path,label,remark")
+    table.write_text(table.read_text().replace("0.png,well", "0.png,third", 1))  # three classes
+    made = HomeTable(client="0", population="ward", data="ward", threads=1)
+    policy = Policy(
+        epsilon_total=20.0,
+        delta_total=1e-2,
+        epsilon_run=8.0,
+        delta_run=1e-3,
+        sigma_min=0.0,
+        methods=("xcal",),
+        networks=("support:micro",),
+        unit="group",
+    )
+    home = create_home(tmp_path / "home", made, policy, unit="group").path
+    import_dataset(table, name="ward", pixels=16)
+    assert ask(home, changed(unit="group")) == Refusal("0", "data")
+    assert ask(home, changed(unit=None)) == Refusal("0", "experiment-invalid")
+    assert not runs_of(read_rows(home / "ledger.sqlite"))
+    assert "unit = 'group'" in ClientHome.open(home).refusals()[0]["detail"]
+    assert "problem" in {finding.level for finding in check_home(ClientHome.open(home))}
+    import_dataset(table, name="ward", pixels=16, one_image_per_person=True, replace=True)
+    assert isinstance(ask(home, changed(unit="group")), Reply)
+
+
+def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
+    from xcal.config import to_toml
+    from xcal.federation.home import HomeTable, create_home
+    from xcal.federation.home_check import check_home
+    from xcal.federation.policy import Policy
+
+    keys = {k: v for k, v in TINY.items() if k != "unit"}
+    (tmp_path / "trial.toml").write_text(to_toml(keys))
+    about = HomeTable(
+        client="0", population="p", experiment=str(tmp_path / "trial.toml"), simulated=True, seed=1
+    )
+    policy = Policy(epsilon_total=8.0, delta_total=1e-3, epsilon_run=8.0, delta_run=1e-3)
+    home = create_home(tmp_path / "home", about, policy, unit="group")
+    assert home.trial().unit == "group"
+    assert [f for f in check_home(home) if f.level == "problem"] == []

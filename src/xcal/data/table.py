@@ -48,7 +48,10 @@ def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
     names = tables(files)
     for name in names:
         rows = rows_or_none(files, name)
-        wanted = [[choice.path] if choice.path else _PATH, [choice.label] if choice.label else _LABEL]
+        wanted = [
+            [choice.path] if choice.path else _PATH,
+            [choice.label] if choice.label else _LABEL,
+        ]
         if rows and all(find_column(rows[0], some) for some in wanted):
             return name
     # With columns named by hand, what is wrong with the one table there is is worth saying.

@@ -152,7 +152,11 @@ def finish(
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
         "delta": experiment.delta if private or central is not None else None,
-        "unit": central.unit if central is not None else experiment.privacy_unit if private else None,
+        "unit": central.unit
+        if central is not None
+        else experiment.privacy_unit
+        if private
+        else None,
         "noise": None if nominal is None and central is None else noise_of(federation, reports),
         "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,

@@ -280,7 +280,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         # All homes are asked before any is charged: one refusal must not cost the others.
         with Ledger(Path(home) / "ledger.sqlite") as book:
             book.check(
-                run_terms("a new run", experiment.privacy_unit, experiment.noise_source, method, plan)
+                run_terms(
+                    "a new run", experiment.privacy_unit, experiment.noise_source, method, plan
+                )
             )
     names = tuple(str(client) for client in range(clients))
     return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan, names)
