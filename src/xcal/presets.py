@@ -2,9 +2,10 @@
 
 A preset looks at the keys that were given (the data set's public name, ε, whether there are
 published weights) and fills in others. All were measured with one image as the unit of privacy and
-say so (`unit = "record"`): another unit is another plan, for which nothing here was measured. What it fills in is written into the run's `experiment.toml`
-key by key, so a run does not change when a preset does. How the numbers were found, and what that
-means for privacy, is told in `docs/recipes.md`.
+say so (`unit = "record"`): another unit is another plan, for which nothing here was measured. What
+it fills in is written into the run's `experiment.toml` key by key, so a run does not change when a
+preset does. How the numbers were found, and what that means for privacy, is told in
+`docs/recipes.md`.
 """
 
 from __future__ import annotations

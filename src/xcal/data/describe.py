@@ -90,8 +90,8 @@ class Description:
             )
         if self.data.groups_declared:
             return (
-                f"The {train.images:,} training images are of as many {group}s: declared by hand at "
-                "the import, as nothing in the set says so."
+                f"The {train.images:,} training images are of as many {group}s: declared by hand "
+                "at the import, as nothing in the set says so."
             )
         if not self.data.groups_known:
             return (

@@ -242,8 +242,8 @@ def _decode_all(
     ungrouped = 0 if one_image_per_person else listing.unnamed
     if ungrouped:
         notes.append(
-            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name}: as long as they"
-            " do not, unit = 'group' is refused."
+            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name}: as long as"
+            " they do not, unit = 'group' is refused."
         )
     bad = list(listing.missing)
     sizes: Counter[tuple[int, int]] = Counter()

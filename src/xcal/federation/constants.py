@@ -1,8 +1,9 @@
 """Public constants for a head that reads columns: made of public images, kept in a weights file.
 
 The images are the data set's validation images, which no guarantee covers: they are public, as
-everywhere in this package, and at homes of a real population somebody must have agreed. Labels are not looked at. Clients elsewhere get the file, like any
-published weights; the request's digest of frozen parts refuses a client that has another one.
+everywhere in this package, and at homes of a real population somebody must have agreed. Labels are
+not looked at. Clients elsewhere get the file, like any published weights; the request's digest of
+frozen parts refuses a client that has another one.
 """
 
 from __future__ import annotations
