@@ -227,6 +227,7 @@ def main() -> None:
     keep_freed_memory()
     base = {
         "data": given.data,
+        "unit": "record",
         "pixels": given.pixels,
         "output_stride": given.stride,
         "network": given.network,

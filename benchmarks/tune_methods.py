@@ -38,6 +38,7 @@ SEEDS = (0, 1)
 # Smaller than the defaults, so that the whole search takes some twenty minutes of one core.
 SETTINGS: dict[str, Any] = {
     "data": "smear",
+    "unit": "record",
     "network": "small",
     "pixels": 32,
     "train_images": 1500,

@@ -109,6 +109,7 @@ TINY: dict[str, Any] = {
     "network": "support:micro",
     "pixels": 16,
     "clients": 3,
+    "unit": "record",
     "rounds": 3,
     "batch": 10,
     "epsilon": 8.0,

@@ -49,7 +49,7 @@ PLANS = {
     "xcal-paper": plan_paper(SHAPE, rho=0.1, band=0.2),
     "agp-dp": plan_static(SHAPE, "agp-dp"),
     "adaptive-clip": ADAPTIVE_CLIP.plan(
-        make_experiment({"epsilon": 5.0, "batch": EXPECTED}), UNITS, 2
+        make_experiment({"epsilon": 5.0, "batch": EXPECTED, "unit": "record"}), UNITS, 2
     ),
     "xcal with parts": plan_xcal(SHAPE, kappa=5.0, w=0.5, kappa_b=5.0),
 }

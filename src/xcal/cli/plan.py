@@ -33,6 +33,9 @@ def plan_command(
     epsilon: float = typer.Option(..., help="Target ε over all rounds."),
     delta: float = typer.Option(1e-5, help="Target δ."),
     units: int = typer.Option(..., help="Units of privacy at the client, n."),
+    unit: str | None = typer.Option(
+        None, help="What a unit is: record (assumed if not given), or group."
+    ),
     batch: int = typer.Option(32, help="Expected batch B."),
     rounds: int = typer.Option(30, help="Rounds T."),
     local_epochs: int = typer.Option(1, help="Local epochs E."),
@@ -47,6 +50,7 @@ def plan_command(
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
     optional = {
+        "unit": unit,
         "kappa": kappa,
         "w": w,
         "clipping": clipping,
@@ -78,5 +82,10 @@ def plan_command(
         table.add_row(key, shown, text)
     console = Console(markup=False, emoji=False)
     console.print(table)
+    if unit is None and made.unit == "record":
+        console.print(
+            f"Assumed, as a plan sees no data: a unit is one image (record). To protect patients,"
+            f" let n be the number of patients (--unit group); the noise is that of {units} units."
+        )
     for warning in made.warnings:
         console.print(f"Beware: {warning}")

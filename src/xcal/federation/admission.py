@@ -108,7 +108,7 @@ def ask_home(
         if owner.policy is not None:
             admit_experiment(owner.policy, experiment)
         with Ledger(owner.ledger_path) as book:
-            run = run_terms(name, experiment.unit, experiment.noise_source, method, plan)
+            run = run_terms(name, experiment.privacy_unit, experiment.noise_source, method, plan)
             admit_run(owner, book, run, plan, units)
 
 

@@ -33,7 +33,7 @@ from xcal.errors import UserError
 from xcal.federation.files import whole_lines, write_bytes
 from xcal.federation.policy import Policy, read_policy, read_table
 from xcal.federation.refusals import Refused
-from xcal.federation.setup import DATA_SEED, load_parts
+from xcal.federation.setup import DATA_SEED, check_groups_known, load_parts, settled
 from xcal.federation.site import Held, Site
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
@@ -127,8 +127,9 @@ class OwnImages:
 
 # A process that answers many rounds reads its images once.
 @lru_cache(maxsize=8)
-def _own_images(name: str, pixels: int, group_cap: int | None) -> OwnImages:
+def _own_images(name: str, pixels: int, unit: str, group_cap: int | None) -> OwnImages:
     data = catalog.load(name, pixels=pixels)
+    check_groups_known(unit, data)
     images = data.train
     if group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
@@ -138,7 +139,12 @@ def _own_images(name: str, pixels: int, group_cap: int | None) -> OwnImages:
 
 @lru_cache(maxsize=2)
 def _parts(experiment: Experiment) -> tuple[ImageData, Partition]:
-    return load_parts(experiment)
+    _, data, parts = load_parts(experiment)
+    return data, parts
+
+
+# Which unit a trial's data set asks for is looked up once.
+_settled = lru_cache(maxsize=8)(settled)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,10 @@ class ClientHome:
             "pass_rows": about.pass_rows,
             "keep_mb": about.keep_mb,
         }
-        return make_experiment({**keys, **own}, "the request")
+        made = make_experiment({**keys, **own}, "the request")
+        if made.unit is None:
+            raise UserError("The request does not say which unit it protects: refused.")
+        return made
 
     def trial(self) -> Experiment:
         """The experiment of whose partition this client has a part, where it has no own data."""
@@ -220,14 +229,15 @@ class ClientHome:
         values = read_toml(path)
         whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
         if whole <= set(values):  # a run's own file, in which presets are resolved
-            return read_pinned(path)
-        return make_experiment(values, str(path))
+            return _settled(read_pinned(path))
+        return _settled(make_experiment(values, str(path)))
 
     def images(self, experiment: Experiment) -> OwnImages:
         """This client's training images at what the request asks for."""
         if self.about.data is not None:
             capped = self.about.group_cap if experiment.unit == "record" else None
-            return _own_images(self.about.data, experiment.pixels, capped)
+            unit = experiment.privacy_unit
+            return _own_images(self.about.data, experiment.pixels, unit, capped)
         whole = self.trial()
         for key in ("pixels", "unit"):
             if getattr(whole, key) != getattr(experiment, key):
@@ -247,7 +257,7 @@ class ClientHome:
         try:
             data = LocalData(
                 own.images,
-                unit=experiment.unit,
+                unit=experiment.privacy_unit,
                 images_per_unit=experiment.images_per_unit,
                 views=experiment.views,
                 augment=experiment.augment,

@@ -196,7 +196,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
             home=owner.home,
             data=LocalData(
                 federation.data.train.take(shard.indices),
-                unit=experiment.unit,
+                unit=experiment.privacy_unit,
                 images_per_unit=experiment.images_per_unit,
                 brightness=shard.brightness,
                 device=experiment.device,

@@ -90,7 +90,7 @@ def write_preamble(
     statement = make_statement(
         Situation(
             method=experiment.method,
-            unit=experiment.unit,
+            unit=experiment.privacy_unit,
             noise=noise_of(federation, reports),
             plans=plans,
             shared_units=parts is not None and parts.shared_units,
@@ -164,10 +164,11 @@ def finish(
     server: dict[str, Any] | None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Measure on the whole test set and write the result, last of all."""
+    """Measure on the whole test set, if there is one, and write the result, last of all."""
     experiment, about = federation.experiment, folder.about
     test = measure_test(model, federation)
-    _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
+    if len(test.labels):
+        _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
     write_tensors(
         folder.path / "model.safetensors",
         model.state_dict(),
@@ -195,7 +196,11 @@ def finish(
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
         "delta": experiment.delta if private or central is not None else None,
-        "unit": central.unit if central is not None else experiment.unit if private else None,
+        "unit": central.unit
+        if central is not None
+        else experiment.privacy_unit
+        if private
+        else None,
         "noise": None if nominal is None and central is None else noise_of(federation, reports),
         "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,
@@ -224,8 +229,10 @@ def finish(
         "versions": about["versions"],
         "command": about["command"],
     }
-    card = card_text(experiment, federation.data, read_json(folder.path / "statement.json"), result)
-    write_bytes(folder.path / "card.md", card.encode())
+    if test is not None:
+        statement = read_json(folder.path / "statement.json")
+        card = card_text(experiment, federation.data, statement, result)
+        write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
 

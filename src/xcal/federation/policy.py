@@ -113,7 +113,7 @@ def admit_experiment(policy: Policy, experiment: Experiment) -> None:
         raise Refused(
             "network-not-allowed", f"The policy does not allow the network {experiment.network!r}."
         )
-    if not covers(policy.unit, experiment.unit):
+    if not covers(policy.unit, experiment.privacy_unit):
         raise Refused(
             "unit-not-allowed",
             f"The policy asks to protect a {policy.unit}, the request a {experiment.unit}.",

@@ -93,7 +93,9 @@ def _listed(names: list[str]) -> str:
 
 
 def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) -> Plan:
-    """The plan of a method with a guarantee."""
+    """The plan of a method with a guarantee; without data, a unit that is not named is an image."""
+    if experiment.unit is None:
+        experiment = experiment.model_copy(update={"unit": "record"})
     method = method_of(experiment)
     if isinstance(method, CentralMethod):  # the units are the clients of a round
         return method.server_plan(experiment, units)

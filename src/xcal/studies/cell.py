@@ -75,7 +75,7 @@ def run_cell(
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
     else:
-        folder = RunFolder.create(work, experiment, sorted(cell.keys))
+        folder = RunFolder.create(work, federation.experiment, sorted(cell.keys))
     try:
         result = run_experiment(folder, talk, federation)
     except Diverged as error:
