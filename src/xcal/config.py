@@ -89,6 +89,11 @@ class Experiment(BaseModel):
     # the guarantee
     epsilon: float = Field(5.0, description="target ε over all rounds")
     delta: float = Field(1e-5, description="target δ")
+    accountant: Literal["auto", "renyi"] = Field(
+        "auto",
+        description="auto: privacy-loss distributions where a method's noise is fixed beforehand,"
+        " else the Rényi filter; renyi: the filter for all, to compare methods",
+    )
     unit: Literal["record", "group"] = Field("record", description="what one person contributes")
     images_per_unit: Whole = Field(4, description="images used of a drawn group")
     group_cap: Whole | None = Field(
@@ -226,6 +231,8 @@ class Experiment(BaseModel):
 
 
 KEYS = tuple(Experiment.model_fields)
+# What a run, a request or a study's cell meant that was written down before the key was there.
+BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -285,7 +292,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
     unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
-    return make_experiment({**unset, **read_toml(path)}, str(path))
+    return make_experiment({**unset, **BEFORE_THE_KEY, **read_toml(path)}, str(path))
 
 
 def parse_set(text: str) -> tuple[str, Any]:

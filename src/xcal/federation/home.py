@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
-from xcal.config import Experiment, make_experiment, read_pinned, read_toml, to_toml
+from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, read_pinned, read_toml, to_toml
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
@@ -163,7 +163,7 @@ class ClientHome:
             "pass_rows": about.pass_rows,
             "keep_mb": about.keep_mb,
         }
-        return make_experiment({**keys, **own}, "the request")
+        return make_experiment({**BEFORE_THE_KEY, **keys, **own}, "the request")
 
     def trial(self) -> Experiment:
         """The experiment of whose partition this client has a part, where it has no own data."""
@@ -171,7 +171,9 @@ class ClientHome:
         path = self._beside(self.about.experiment)
         values = read_toml(path)
         whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
-        if whole <= set(values):  # a run's own file, in which presets are resolved
+        if whole - set(BEFORE_THE_KEY) <= set(
+            values
+        ):  # a run's own file, in which presets are resolved
             return read_pinned(path)
         return make_experiment(values, str(path))
 
