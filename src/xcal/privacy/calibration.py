@@ -232,7 +232,7 @@ def calibrate(epsilon: float, delta: float, rate: float, steps: int) -> Calibrat
 
 
 def _gaussian_log_delta(epsilon: float, rate: float, steps: int, sigma: float) -> float:
-    """log δ by the central limit: K losses are nearly one Gaussian's, of μ = q√(K(e^{1/σ²} − 1))."""
+    """log δ by the central limit: K losses are one Gaussian's, of μ = q√(K(e^{1/σ²} − 1))."""
     mu = rate * math.sqrt(steps * math.expm1(min(1 / sigma**2, 600.0)))
     first = float(special.log_ndtr(mu / 2 - epsilon / mu))
     second = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
