@@ -229,6 +229,11 @@ class Experiment(BaseModel):
         """Every key with its value, ready for JSON."""
         return self.model_dump(mode="json")
 
+    def identity(self) -> dict[str, Any]:
+        """`resolved` as it was before keys came that change nothing here: what digests are of."""
+        before = BEFORE_THE_KEY
+        return {k: v for k, v in self.resolved().items() if k not in before or v != before[k]}
+
 
 KEYS = tuple(Experiment.model_fields)
 # What a run, a request or a study's cell meant that was written down before the key was there.

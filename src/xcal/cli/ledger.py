@@ -178,7 +178,8 @@ def _analysis_lines(one: Analysis) -> list[str]:
     lines = [
         f"{head} of {one.planned} planned steps{', halted' if one.halted else ''}",
         f"  target ({one.epsilon:g}, {one.delta:g}) by {one.accountant}; at order {one.order:g}:"
-        f" R {one.budget:.6g}, Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %), left {one.left:.4g}",
+        f" R {one.budget:.6g}, Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %),"
+        f" left {one.left:.4g}",
     ]
     for part in one.mechanisms:
         lines.append(

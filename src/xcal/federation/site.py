@@ -93,7 +93,7 @@ class Site:
             write_bytes(path, secrets.token_bytes(32))
         if self._digest is None:
             self._digest = self.data.digest()
-        context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
+        context = repr((self._digest, experiment.identity(), torch.__version__, np.__version__))
         return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 
