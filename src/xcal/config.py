@@ -96,6 +96,11 @@ class Experiment(BaseModel):
     # the guarantee
     epsilon: float = Field(5.0, description="target ε over all rounds")
     delta: float = Field(1e-5, description="target δ")
+    accountant: Literal["auto", "renyi"] = Field(
+        "auto",
+        description="auto: privacy-loss distributions where a method's noise is fixed beforehand,"
+        " else the Rényi filter; renyi: the filter for all, to compare methods",
+    )
     unit: Unit | None = Field(
         None,
         description="what the guarantee protects: record (one image) or group (all images of one"
@@ -251,8 +256,15 @@ class Experiment(BaseModel):
         values = self.model_dump(mode="json")
         return {k: v for k, v in values.items() if v is not None or k not in _LATER}
 
+    def identity(self) -> dict[str, Any]:
+        """`resolved` as it was before keys came that change nothing here: what digests are of."""
+        before = BEFORE_THE_KEY
+        return {k: v for k, v in self.resolved().items() if k not in before or v != before[k]}
+
 
 KEYS = tuple(Experiment.model_fields)
+# What a run, a request or a study's cell meant that was written down before the key was there.
+BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -318,7 +330,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
     unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
-    return make_experiment({**unset, **read_toml(path)}, str(path))
+    return make_experiment({**unset, **BEFORE_THE_KEY, **read_toml(path)}, str(path))
 
 
 def parse_set(text: str) -> tuple[str, Any]:

@@ -91,8 +91,9 @@ def show_command(
             highlight=False,
         )
         table = Table()
-        for name in ("run", "method", "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
-            table.add_column(name, justify="left" if name in ("run", "method") else "right")
+        words = ("run", "method", "accountant")
+        for name in (*words, "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
+            table.add_column(name, justify="left" if name in words else "right")
         for run in runs_of(lines).values():
             charges = charges_of(lines, run.run)
             spent = sum(c.cost for c in charges)
@@ -100,6 +101,7 @@ def show_command(
             table.add_row(
                 run.run,
                 run.method,
+                run.accountant if private else "–",
                 f"{run.epsilon:g}" if private else "∞",
                 f"{run.delta:g}" if private else "–",
                 f"{run.order:g}" if private else "–",
@@ -202,8 +204,9 @@ def _analysis_lines(one: Analysis) -> list[str]:
         return [f"{head}; the method has no guarantee, so Σρ = ∞."]
     lines = [
         f"{head} of {one.planned} planned steps{', halted' if one.halted else ''}",
-        f"  target ({one.epsilon:g}, {one.delta:g}); at order {one.order:g}: R {one.budget:.6g},"
-        f" Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %), left {one.left:.4g}",
+        f"  target ({one.epsilon:g}, {one.delta:g}) by {one.accountant}; at order {one.order:g}:"
+        f" R {one.budget:.6g}, Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %),"
+        f" left {one.left:.4g}",
     ]
     for part in one.mechanisms:
         lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -10,15 +11,22 @@ from rich.table import Table
 
 import xcal
 
+if TYPE_CHECKING:
+    from xcal.privacy.calibration import Plan
+
 EXPLAINED = {
+    "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
     "units": "declared number of units n at one client",
     "batch": "expected batch B",
     "rounds": "rounds the client takes part in",
     "steps": "planned steps K over all rounds",
     "sample_rate": "Poisson rate B/n",
-    "order": "the filter's fixed Rényi order",
-    "budget": "R, the budget at that order",
+    "order": "the fixed Rényi order of filter and odometer",
+    "budget": "R: what may be spent, or all steps cost, at that order",
     "sigma_static": "constant multiplier that exactly spends the target",
+    "sigma_pld": "the same by PLD: what noise fixed beforehand needs",
+    "sigma_renyi": "the same by the Rényi filter: what noise chosen on the way needs",
+    "adaptive_price": "σ_renyi/σ_pld − 1: what choosing on the way costs by accounting alone",
     "sigma_ref": "multiplier of a usual step",
     "sigma_min": "lowest (a step that is explained best)",
     "sigma_max": "highest (a step that is explained worst)",
@@ -26,6 +34,21 @@ EXPLAINED = {
     "sigma_count": "deviation of the noise on the count of units within C",
     "signal_price": "σ_ref/σ_static − 1: what signal and count cost",
 }
+
+
+def shown_values(plan: Plan) -> dict[str, Any]:
+    """The plan's own values, and its target's static multiplier by both accountants."""
+    from xcal.errors import UserError
+    from xcal.privacy.calibration import calibrate, calibrate_fixed
+
+    target = (plan.epsilon, plan.delta, plan.sample_rate, plan.steps)
+    pld = calibrate_fixed(*target).sigma
+    try:
+        renyi: float | None = calibrate(*target).sigma
+    except UserError:  # a target so small that no order reaches it; the plan itself has noise
+        renyi = None
+    price = None if renyi is None else renyi / pld - 1
+    return {**plan.as_dict(), "sigma_pld": pld, "sigma_renyi": renyi, "adaptive_price": price}
 
 
 def plan_command(
@@ -46,6 +69,7 @@ def plan_command(
     count_noise: float | None = typer.Option(None, help="adaptive-clip: σ_b of the count."),
     rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),
     band: float | None = typer.Option(None, help="xcal-paper: half-width b of the band."),
+    accountant: str | None = typer.Option(None, help="'auto', or 'renyi' for every method."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
@@ -58,6 +82,7 @@ def plan_command(
         "count_noise": count_noise,
         "rho": rho,
         "band": band,
+        "accountant": accountant,
     }
     made = xcal.plan(
         units=units,
@@ -69,15 +94,16 @@ def plan_command(
         local_epochs=local_epochs,
         **{k: v for k, v in optional.items() if v is not None},
     )
+    values = shown_values(made)
     if as_json:
-        typer.echo(json.dumps(made.as_dict(), indent=2))
+        typer.echo(json.dumps(values, indent=2))
         return
     table = Table(title=f"{method}: ε = {epsilon:g}, δ = {delta:g}", title_justify="left")
     table.add_column("quantity")
     table.add_column("value", justify="right")
     table.add_column("what it is")
     for key, text in EXPLAINED.items():
-        value = getattr(made, key)
+        value = values[key]
         shown = "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(key, shown, text)
     console = Console(markup=False, emoji=False)

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from xcal.config import Experiment, make_experiment, read_pinned, read_toml, to_toml
+from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, read_pinned, read_toml, to_toml
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
@@ -217,7 +217,7 @@ class ClientHome:
             "pass_rows": about.pass_rows,
             "keep_mb": about.keep_mb,
         }
-        made = make_experiment({**keys, **own}, "the request")
+        made = make_experiment({**BEFORE_THE_KEY, **keys, **own}, "the request")
         if made.unit is None:
             raise UserError("The request does not say which unit it protects: refused.")
         return made
@@ -228,9 +228,8 @@ class ClientHome:
         path = self._beside(self.about.experiment)
         values = read_toml(path)
         whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
-        if whole <= set(values):  # a run's own file, in which presets are resolved
-            return _settled(read_pinned(path))
-        return _settled(make_experiment(values, str(path)))
+        pinned = whole - set(BEFORE_THE_KEY) <= set(values)  # a run's own file: presets resolved
+        return _settled(read_pinned(path) if pinned else make_experiment(values, str(path)))
 
     def images(self, experiment: Experiment) -> OwnImages:
         """This client's training images at what the request asks for."""

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # The experiment's keys that a request carries: what the client's own training depends on.
 WIRE_KEYS = frozenset(
     "method pixels network norm output_stride head_reads train train_norm rounds local_epochs"
-    " epsilon delta unit images_per_unit batch lr clip optimizer momentum q alpha beta"
+    " epsilon delta accountant unit images_per_unit batch lr clip optimizer momentum q alpha beta"
     " gamma fill tau"
     " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
     " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"

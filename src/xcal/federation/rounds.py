@@ -53,6 +53,7 @@ def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None
         order=None if plan is None else plan.order,
         budget=None if plan is None else plan.budget,
         steps=0 if plan is None else plan.steps,
+        **({} if plan is None else plan.fixed),
     )
 
 

@@ -94,7 +94,7 @@ class Site:
             write_bytes(path, secrets.token_bytes(32))
         if not self._digest:
             self._digest.append(self.data.digest())
-        context = repr((self._digest[0], experiment.resolved(), torch.__version__, np.__version__))
+        context = repr((self._digest[0], experiment.identity(), torch.__version__, np.__version__))
         return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 

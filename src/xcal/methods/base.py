@@ -24,7 +24,7 @@ COMMON_KEYS = frozenset(
     " aggregation trim quorum round_timeout views augment average_steps chunk pass_rows keep_mb"
     " preset".split()
 )
-PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "homes"})
+PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
 
 
