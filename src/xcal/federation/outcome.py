@@ -104,8 +104,8 @@ def write_preamble(
             plugins={key: name for key in PLUGINS if ":" in (name := getattr(experiment, key))},
             measured=_measured(federation),
             # Of a data set whose training images nobody here trains on it says nothing.
-            shared_groups=parts is not None and getattr(federation.data, "shared_groups", 0) > 0,
-            groups_declared=getattr(federation.data, "groups_declared", False),
+            shared_groups=parts is not None and federation.data.shared_groups > 0,
+            groups_declared=federation.data.groups_declared,
         )
     )
     write_json(folder.path / "statement.json", statement)
@@ -127,7 +127,7 @@ def add_remove_of(
 
 def _group_name(data: ImageData) -> str:
     """What a person is called: nothing where it is not known of every image whose it is."""
-    return data.group_name if getattr(data, "groups_known", True) else RECORD_GROUPS
+    return data.group_name if data.groups_known else RECORD_GROUPS
 
 
 def _measured(federation: Federation) -> Measured:
@@ -138,7 +138,7 @@ def _measured(federation: Federation) -> Measured:
         data.name,
         min(judged, len(data.validation)),
         len(data.test),
-        getattr(experiment, "public_validation_by", None),
+        experiment.public_validation_by,
         lead=federation.parts is None,
     )
 

@@ -265,7 +265,7 @@ def _accounting(
     """How it is added up, by what each plan says; clients of one run may differ."""
     named: dict[str, list[str]] = {}
     for client, plan in plans.items():
-        named.setdefault(getattr(plan, "accountant", "renyi"), []).append(client)
+        named.setdefault(plan.accountant, []).append(client)
     told = {
         "renyi": "Rényi filter of one fixed order (Feldman and Zrnic 2021), costs by"
         f" dp-accounting's {cost}",
