@@ -46,7 +46,7 @@ def homes(invoke: Invoke, tmp_path: Path) -> list[Path]:
     """Two homes as their owners make them, which allow what TINY asks for."""
     made = [tmp_path / name for name in ("ward-1", "ward-2")]
     for home in made:
-        limits = "--epsilon 20 --delta 1e-2 --epsilon-run 8 --delta-run 1e-3".split()
+        limits = "--unit record --epsilon 20 --delta 1e-2 --epsilon-run 8 --delta-run 1e-3".split()
         about = ["--client", home.name, "--population", home.name, "--data", "support:tiny"]
         assert invoke("home", "init", str(home), *about, *limits)[0] == 0
         set_policy(home, networks=["support:micro"], sigma_min=0.0)
@@ -159,8 +159,8 @@ def test_trial_homes_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_
 def ledgers(invoke: Invoke, folder: Path, *limits: str) -> list[Path]:
     made = [folder / name for name in ("one", "two")]
     for home in made:
-        words = ["ledger", "create", str(home), "--population", home.name, *limits]
-        assert invoke(*words)[0] == 0
+        words = ["ledger", "create", str(home), "--population", home.name, "--unit", "record"]
+        assert invoke(*words, *limits)[0] == 0
     return made
 
 
@@ -182,11 +182,11 @@ def test_a_bare_ledger_is_held_to_its_limits_and_says_what_ran_out(
 
 
 def test_a_ledger_says_how_many_runs_fit(invoke: Invoke, tmp_path: Path) -> None:
-    words = "--population p --epsilon 8 --delta 1e-5".split()
+    words = "--population p --epsilon 8 --delta 1e-5 --unit group".split()
     out = invoke("ledger", "create", str(tmp_path / "a"), *words)[1]
     assert "1 by ε, 1 by δ" in out
     assert "--delta 5e-05" in out
-    words = "--population p --epsilon 50 --delta 1e-4".split()
+    words = "--population p --epsilon 50 --delta 1e-4 --unit group".split()
     assert "10 by ε, 10 by δ.\n" in invoke("ledger", "create", str(tmp_path / "b"), *words)[1]
 
 

@@ -133,7 +133,11 @@ def accept_command(
     delta: float | None = typer.Option(None, help="With --data: highest δ of all runs, for life."),
     epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
     delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
-    unit: str = typer.Option("record", help="With --data: what a run must protect."),
+    unit: str | None = typer.Option(
+        None,
+        help="With --data: what a run must protect, record or group; group if not given and the"
+        " data say whose the images are.",
+    ),
     units: int | None = typer.Option(
         None, help="With --data: declared number of units, at least as many as there are."
     ),

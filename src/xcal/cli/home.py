@@ -54,7 +54,11 @@ def init_command(
     ),
     epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
     delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
-    unit: str = typer.Option("record", help="What a run must protect: record or group."),
+    unit: str | None = typer.Option(
+        None,
+        help="What a run must protect: record (an image) or group (a person); group if not given"
+        " and the data say whose the images are.",
+    ),
     weights: Path | None = typer.Option(None, help="Published weights the network starts from."),
     seed: int | None = typer.Option(
         None, help="Only for a simulation: noise and draws come from this seed."
@@ -92,7 +96,7 @@ def make_home(
     units: int | None = None,
     epsilon_run: float | None = None,
     delta_run: float | None = None,
-    unit: str = "record",
+    unit: str | None = None,
     weights: Path | None = None,
     seed: int | None = None,
 ) -> None:
@@ -104,8 +108,9 @@ def make_home(
     check_target(epsilon, delta)
     if (data is None) == (experiment is None):
         raise UserError("Say where the data are: --data NAME, or for a trial --experiment FILE.")
-    if unit not in ("record", "group"):
+    if unit not in (None, "record", "group"):
         raise UserError(f"--unit is record or group, not {unit!r}.")
+    unit = unit or _unit_of(data, experiment)
     if (epsilon_run or 0) > epsilon or (delta_run or 0) > delta:
         raise UserError("One run cannot have more than all: lower --epsilon-run or --delta-run.")
     about = checked(
@@ -135,6 +140,23 @@ def make_home(
         "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
         " a lost ledger cannot be replaced."
     )
+
+
+def _unit_of(data: str | None, experiment: Path | None) -> str:
+    """What runs on these data protect where nothing is said."""
+    from xcal.config import load_experiment, make_experiment
+    from xcal.data.store import sizes_of
+    from xcal.federation.setup import settled
+
+    if experiment is not None:
+        return settled(load_experiment(experiment, [])[0]).privacy_unit
+    assert data is not None
+    sizes = sizes_of(data) if ":" not in data and data != "smear" else []
+    keys = {"data": data, **({"pixels": sizes[0]} if sizes else {})}
+    try:
+        return settled(make_experiment(keys)).privacy_unit
+    except UserError as error:
+        raise UserError(f"{error} Or say with --unit what a run must protect.") from None
 
 
 @app.command("show")

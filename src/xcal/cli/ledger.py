@@ -26,7 +26,9 @@ def create_command(
     population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
     epsilon: float = typer.Option(..., help="Lifetime limit ε over all runs."),
     delta: float = typer.Option(..., help="Lifetime limit δ over all runs."),
-    unit: str = typer.Option("record", help="What is protected: record, group or client."),
+    unit: str = typer.Option(
+        ..., help="What is protected: group (a person), record (an image) or client; for good."
+    ),
     rule: str = typer.Option(
         "sum", help="sum: runs reserve their (ε, δ); renyi: one order for all."
     ),
