@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import Plan
-from xcal.privacy.filter import BudgetExhausted, RenyiFilter
+from xcal.privacy.filter import BudgetExhausted, Filter
 from xcal.privacy.noise import release_tensors
 from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord
@@ -74,7 +74,7 @@ def _cost(rate: float, sigma: float, order: float) -> float:
     return step_cost(rate, sigma, order)
 
 
-def admissible_sigma(rule: AdapRule, lowered: int, budget: RenyiFilter) -> tuple[float, float]:
+def admissible_sigma(rule: AdapRule, lowered: int, budget: Filter) -> tuple[float, float]:
     """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits; with its cost."""
     plan = rule.plan
     wanted = plan.sigma_static * rule.sigma_decay**lowered
