@@ -234,6 +234,7 @@ def main() -> None:
         "method": given.method,
         "clients": 3,
         "delta": 1e-5,
+        "accountant": "renyi",  # as all committed settings were found
         "keep_mb": 4096,
         "chunk": 512,
         "batch": 32,

@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": 4,
     "epsilon": 5.0,
     "delta": 1e-5,
+    "accountant": "renyi",  # one for all methods
     "validation_images": 300,
     "road_images": 0,
     "road_test_images": 0,
