@@ -92,7 +92,8 @@ def networks(draw):
             layers.append(Twice(draw(convolutions(channels, keeps_shape=True))))
         after = draw(st.sampled_from(["none", "group", "frozen"]))
         if after == "group":
-            divisors = [g for g in range(1, channels + 1) if channels % g == 0]
+            # torch refuses a group of one number, which a map of one pixel may come to.
+            divisors = [g for g in range(1, channels) if channels % g == 0] or [1]
             layers.append(nn.GroupNorm(draw(st.sampled_from(divisors)), channels))
         elif after == "frozen":
             layers.append(frozen_norm(channels, generator))

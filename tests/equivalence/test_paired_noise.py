@@ -18,7 +18,13 @@ from xcal.federation.messages import public_keys
 from xcal.federation.setup import prepare
 from xcal.privacy.noise import NoiseKey, SeededNoise
 
-QUICK: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0, "rounds": 2}
+QUICK: dict[str, Any] = {
+    **TINY,
+    "accountant": "renyi",
+    "road_images": 0,
+    "road_test_images": 0,
+    "rounds": 2,
+}
 
 
 def weights_of(folder: Path) -> torch.Tensor:

@@ -17,6 +17,7 @@ Invoke = Callable[..., tuple[int, str, str]]
 
 SHORT = {
     "method": "fl-dp",
+    "unit": "record",
     "network": "support:micro",
     "pixels": 16,
     "clients": 2,

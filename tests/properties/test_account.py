@@ -19,7 +19,7 @@ from xcal.errors import UserError
 from xcal.privacy.account import Account
 from xcal.privacy.accounting import budget_at, step_cost
 from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger import Ledger, create
+from xcal.privacy.ledger import Ledger, LedgerExhausted, create
 from xcal.privacy.ledger_rows import (
     Release,
     RunTerms,
@@ -246,8 +246,9 @@ def test_rule_sum_reserves_whole_targets(tmp_path):
     with Ledger(path) as ledger:
         Account(ledger, run_terms("one", epsilon=3.0), replayable=False)
         Account(ledger, run_terms("two", epsilon=4.0), replayable=False)
-        with pytest.raises(UserError, match="has epsilon = 0 left of its limit"):
+        with pytest.raises(LedgerExhausted) as refusal:
             Account(ledger, run_terms("three", epsilon=2.0), replayable=False)
+        assert refusal.value.ran_out == ("epsilon",)
         assert ledger.head.count == 3
     assert verify(path).ok
 
@@ -257,8 +258,9 @@ def test_rule_sum_counts_deltas_too(tmp_path):
     create(path, Terms("people", "record", 100.0, 1.5 * DELTA))
     with Ledger(path) as ledger:
         Account(ledger, run_terms("one"), replayable=False)
-        with pytest.raises(UserError, match="lower the run's target"):
+        with pytest.raises(LedgerExhausted) as refusal:
             Account(ledger, run_terms("two"), replayable=False)
+        assert refusal.value.ran_out == ("delta",)
 
 
 def test_rule_renyi_sums_all_runs_at_one_order(tmp_path):
