@@ -86,13 +86,25 @@ def why_unexplained(network: nn.Module, side: int) -> str | None:
     return None
 
 
-def unmeasured(experiment: Experiment, data: ImageData, unexplained: str | None) -> tuple[str, ...]:
-    """What the run will not be able to measure, a sentence each."""
+def unmeasured(
+    experiment: Experiment, data: ImageData, unexplained: str | None, *, withheld: bool = False
+) -> tuple[str, ...]:
+    """What the run will not be able to measure, a sentence each.
+
+    `withheld`: the set's validation and test images may not be used.
+    """
     found = []
-    if experiment.validation_images and not len(data.validation):
+    if withheld:
+        found.append(
+            f"Nobody agreed that validation and test images of {data.name}, of a real population,"
+            " be measured, so neither rounds nor the model are: set public_validation = true and"
+            " public_validation_by = 'who agreed' if they may be."
+        )
+    elif experiment.validation_images and not len(data.validation):
         found.append("There are no validation images: no round is measured.")
     if not len(data.test):
-        found.append("There are no test images: the model is not measured at the end.")
+        if not withheld:
+            found.append("There are no test images: the model is not measured at the end.")
     else:
         counts = np.bincount(data.test.labels, minlength=len(data.classes))
         absent = [name for name, count in zip(data.classes, counts, strict=True) if not count]

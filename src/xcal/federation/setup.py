@@ -286,7 +286,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         server_plan,
         tuple(str(client) for client in range(clients)),
         declared,
-        warnings=unmeasured(experiment, data, unexplained),
+        warnings=unmeasured(experiment, data, unexplained, withheld=not may_measure(experiment)),
         explains=unexplained is None,
     )
     if new:

@@ -18,6 +18,7 @@ from xcal.explain.overlay import overlay, picture
 from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.preflight import why_unexplained
+from xcal.federation.setup import may_measure
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
 from xcal.report.runs import load_data, load_run
@@ -256,7 +257,8 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
     """One row an image: the image, then every run's map over it, on one scale."""
     entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
     runs, entries = _explained(runs, entries)
-    if not entries:
+    # Images of a real population are shown only where somebody agreed to it.
+    if not entries or not may_measure(entries[0].run.experiment):
         return []
     first = entries[0].run
     like = [
