@@ -266,8 +266,8 @@ def test_two_answers_of_one_client_to_one_request_share_no_noise(tmp_path: Path)
         with global_seeds(0):
             reply = ask(real(tiny_home(tmp_path / copy)), a_request())
         assert isinstance(reply, Reply)
-        assert reply.reply.report.noise == "secure"
-        weights.append(reply.reply.weights)
+        assert reply.answer.report.noise == "secure"
+        weights.append(reply.answer.weights)
     assert all(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -283,7 +283,7 @@ def test_the_local_engine_gives_every_site_a_stream_of_its_own(given: str, tmp_p
     streams = []
     for seed in (0, 1):
         federation = prepare(make_experiment({**keys, "seed": seed}))
-        folder = RunFolder.create(tmp_path / f"run {seed}", federation.experiment)
+        folder = RunFolder.create(tmp_path / f"run {seed}", federation.experiment, ())
         with entropy(5):
             streams.append([secure_stream(s.noise) for s in make_sites(folder, federation)])
     assert streams[0] == streams[1]  # the experiment's seed has no part in it
