@@ -75,7 +75,7 @@ test-audit: install
 
 bench: install
 	@echo "== Step times against peers (benchmarks/results) =="
-	@$(BIN)/xcal bench
+	@$(BIN)/python benchmarks/step_times.py
 
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

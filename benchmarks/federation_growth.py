@@ -72,6 +72,7 @@ def measure(network: str, sites: int) -> dict[str, Any]:
         {
             "method": "fl-dp",
             "data": "smear",
+            "unit": "record",
             "network": network,
             "pixels": 32,
             "clients": sites,

@@ -227,12 +227,14 @@ def main() -> None:
     keep_freed_memory()
     base = {
         "data": given.data,
+        "unit": "record",
         "pixels": given.pixels,
         "output_stride": given.stride,
         "network": given.network,
         "method": given.method,
         "clients": 3,
         "delta": 1e-5,
+        "accountant": "renyi",  # as all committed settings were found
         "keep_mb": 4096,
         "chunk": 512,
         "batch": 32,

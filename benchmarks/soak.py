@@ -78,6 +78,7 @@ def soak(clients: int, rounds: int) -> dict[str, Any]:
     keys = {
         "method": "xcal",
         "data": "smear",
+        "unit": "record",
         "network": "small",
         "pixels": 32,
         "clients": clients,

@@ -38,6 +38,7 @@ SEEDS = (0, 1)
 # Smaller than the defaults, so that the whole search takes some twenty minutes of one core.
 SETTINGS: dict[str, Any] = {
     "data": "smear",
+    "unit": "record",
     "network": "small",
     "pixels": 32,
     "train_images": 1500,
@@ -45,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "rounds": 4,
     "epsilon": 5.0,
     "delta": 1e-5,
+    "accountant": "renyi",  # one for all methods
     "validation_images": 300,
     "road_images": 0,
     "road_test_images": 0,

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from support import Micro, micro
+from xcal.methods.base import shape_of
 from xcal.methods.fl_dp import StaticNoise
 from xcal.privacy.accounting import step_cost
+from xcal.privacy.calibration import plan_static
 from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord, trainable
 from xcal.training.steps import clipped_sum, dp_step, gradient_release, release_gradient
@@ -136,8 +138,17 @@ class LargerBudget(StaticNoise):
     """Ten times the budget that its ε buys."""
 
     def plan(self, experiment: Any, units: int, own_rounds: int) -> Any:
-        plan = super().plan(experiment, units, own_rounds)
+        plan = plan_static(shape_of(experiment, units, own_rounds))
         return replace(plan, budget=10 * plan.budget)
+
+
+@dataclass(frozen=True)
+class LessPlannedNoise(StaticNoise):
+    """Half of the noise that its ε takes, fixed beforehand."""
+
+    def plan(self, experiment: Any, units: int, own_rounds: int) -> Any:
+        plan = super().plan(experiment, units, own_rounds)
+        return replace(plan, sigma_static=plan.sigma_static / 2)
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,7 @@ pays_for_another_step = PaysForAnotherStep("mine")
 sometimes_free = SometimesFree("mine")
 no_plan = NoPlan("mine")
 larger_budget = LargerBudget("mine")
+less_planned_noise = LessPlannedNoise("mine")
 larger_epsilon = LargerEpsilon("mine")
 
 STEPS = (
@@ -175,7 +187,7 @@ STEPS = (
     "pays_for_another_step",
     "sometimes_free",
 )
-PLANS = ("no_plan", "larger_budget", "larger_epsilon")
+PLANS = ("no_plan", "larger_budget", "less_planned_noise", "larger_epsilon")
 
 
 # --- networks -------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation
 from xcal.federation.site import Site
 from xcal.methods.fl_dp import StaticNoise
+from xcal.privacy.filter import RenyiFilter
 from xcal.privacy.mechanism import ChargedStep, Mechanism
 from xcal.privacy.noise import SeededNoise
 from xcal.training.clipping import Bound, ClippingEngine
@@ -108,6 +109,7 @@ TINY: dict[str, Any] = {
     "network": "support:micro",
     "pixels": 16,
     "clients": 3,
+    "unit": "record",
     "rounds": 3,
     "batch": 10,
     "epsilon": 8.0,
@@ -119,7 +121,7 @@ TINY: dict[str, Any] = {
 
 def make_sites(folder: RunFolder, federation: Federation) -> list[Site]:
     """The clients of a simulated federation, before its first round."""
-    return local._make_sites(folder, federation, {})
+    return [c.held.site for c in local.make_clients(folder, federation, set())]
 
 
 def sets(**changes: Any) -> list[str]:
@@ -284,6 +286,15 @@ def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         **policy,
     }
     return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path
+
+
+class FreeAccount:
+    """An account that lets everything pass, for looking at sums."""
+
+    filter = RenyiFilter(2.0, 1e300)
+
+    def pay(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 def charged(bench: Bench, step: int, sigma: float, bound: Bound | None = None) -> ChargedStep:

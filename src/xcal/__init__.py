@@ -26,7 +26,7 @@ def plan(*, units: int, **keys: Any) -> Plan:
     >>> xcal = __import__("xcal")
     >>> p = xcal.plan(method="fl-dp", epsilon=0.5, delta=1e-5, units=3332, batch=32, rounds=30)
     >>> p.steps, round(p.sigma_ref, 2)
-    (3150, 4.23)
+    (3150, 3.89)
     """
     from xcal.config import make_experiment
     from xcal.methods.registry import plan_for

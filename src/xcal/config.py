@@ -25,6 +25,13 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 SECURE_ROWS = 32
 
 
+Unit = Literal["record", "group"]
+
+# Keys that came when runs were recorded already: left out where they are not set, so that digests
+# of older runs stay what they were.
+_LATER = ("public_validation", "public_validation_by")
+
+
 class Experiment(BaseModel):
     """One training. Every key has a default; the descriptions are the manual."""
 
@@ -89,7 +96,16 @@ class Experiment(BaseModel):
     # the guarantee
     epsilon: float = Field(5.0, description="target ε over all rounds")
     delta: float = Field(1e-5, description="target δ")
-    unit: Literal["record", "group"] = Field("record", description="what one person contributes")
+    accountant: Literal["auto", "renyi"] = Field(
+        "auto",
+        description="auto: privacy-loss distributions where a method's noise is fixed beforehand,"
+        " else the Rényi filter; renyi: the filter for all, to compare methods",
+    )
+    unit: Unit | None = Field(
+        None,
+        description="what the guarantee protects: record (one image) or group (all images of one"
+        " patient); by default group where the data set names groups, else record",
+    )
     images_per_unit: Whole = Field(4, description="images used of a drawn group")
     group_cap: Whole | None = Field(
         None, description="most images of one group that a record-level run uses; enforced"
@@ -101,6 +117,14 @@ class Experiment(BaseModel):
     paired: bool = Field(
         False,
         description="simulations: methods of one seed share draws and noise, for comparing them",
+    )
+    public_validation: bool | None = Field(
+        None,
+        description="homes of a real population: true lets the data set's validation and test"
+        " images be measured, which no guarantee covers; else no such image is used",
+    )
+    public_validation_by: str | None = Field(
+        None, description="who agreed to public_validation = true, by name"
     )
     # local training
     batch: Whole = Field(64, description="expected batch B")
@@ -220,12 +244,27 @@ class Experiment(BaseModel):
             return self.pass_rows
         return SECURE_ROWS if self.noise_source == "secure" else 0
 
+    @property
+    def privacy_unit(self) -> Unit:
+        """The unit, settled: preparing an experiment sets it where none was given."""
+        if self.unit is None:
+            raise RuntimeError("the unit is settled when an experiment is prepared")
+        return self.unit
+
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, ready for JSON."""
-        return self.model_dump(mode="json")
+        values = self.model_dump(mode="json")
+        return {k: v for k, v in values.items() if v is not None or k not in _LATER}
+
+    def identity(self) -> dict[str, Any]:
+        """`resolved` as it was before keys came that change nothing here: what digests are of."""
+        before = BEFORE_THE_KEY
+        return {k: v for k, v in self.resolved().items() if k not in before or v != before[k]}
 
 
 KEYS = tuple(Experiment.model_fields)
+# What a run, a request or a study's cell meant that was written down before the key was there.
+BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
@@ -257,7 +296,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
             raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), KEYS)}")
     values = with_preset(values, where)
     try:
-        return Experiment(**values)
+        made = Experiment(**values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:1]) or "?"
@@ -266,6 +305,12 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
             f"{key} = {values.get(key)!r} in {where} is not accepted: {what}"
             f" ({Experiment.model_fields[key].description})."
         ) from None
+    if (made.public_validation is True) != bool((made.public_validation_by or "").strip()):
+        raise UserError(
+            f'public_validation = true and public_validation_by = "who agreed" go together, and'
+            f" {where} has only one of them: give both, or neither."
+        )
+    return made
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -285,7 +330,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
     unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
-    return make_experiment({**unset, **read_toml(path)}, str(path))
+    return make_experiment({**unset, **BEFORE_THE_KEY, **read_toml(path)}, str(path))
 
 
 def parse_set(text: str) -> tuple[str, Any]:

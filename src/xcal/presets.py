@@ -1,9 +1,11 @@
 """Presets: named layers of defaults beneath an experiment's own keys.
 
 A preset looks at the keys that were given (the data set's public name, ε, whether there are
-published weights) and fills in others. What it fills in is written into the run's `experiment.toml`
-key by key, so a run does not change when a preset does. How the numbers were found, and what that
-means for privacy, is told in `docs/recipes.md`.
+published weights) and fills in others. All were measured with one image as the unit of privacy and
+say so (`unit = "record"`): another unit is another plan, for which nothing here was measured. What
+it fills in is written into the run's `experiment.toml` key by key, so a run does not change when a
+preset does. How the numbers were found, and what that means for privacy, is told in
+`docs/recipes.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _PAPER_PIXELS = {"blood-cells": 150, "chest-xray14": 128, "ham10000": 64, "isic"
 
 
 def _paper(given: Mapping[str, Any]) -> Keys:
-    """The published settings.
+    """The published settings, with a guarantee per image.
 
     The paper does not say whether it started from pretrained weights. Our reading: it did, since
     30 rounds of plain SGD at η = 10⁻³ move a network from scratch nowhere near its figures. So
@@ -87,7 +89,7 @@ _CLIENTS = 3
 
 
 def _good(given: Mapping[str, Any]) -> Keys:
-    """What learnt best under noise, by data set and ε; a sensible start for other data.
+    """What learnt best under noise per image, by data set and ε; a sensible start for other data.
 
     With published weights only the head trains: of a large network every other number would get
     noise too. It reads the middle stages, standardised by public constants. Without weights, it is
@@ -95,7 +97,13 @@ def _good(given: Mapping[str, Any]) -> Keys:
     less.
     """
     clients = given.get("clients", _CLIENTS)
-    common = {"clients": clients, "clip": 1.0, "optimizer": "sgd", "average": 0.2}
+    common = {
+        "clients": clients,
+        "unit": "record",
+        "clip": 1.0,
+        "optimizer": "sgd",
+        "average": 0.2,
+    }
     if not given.get("weights"):
         lr = 1.5 if _tight(given) else 3.0
         return {**common, "network": "small", "rounds": 10, "batch": 256, "lr": lr}
@@ -137,6 +145,7 @@ def _laptop(given: Mapping[str, Any]) -> Keys:
         "pixels": 64,
         "train_images": 3000,
         "clients": 3,
+        "unit": "record",
         "rounds": 10,
         "batch": 256,
         "clip": 1.0,

@@ -23,6 +23,7 @@ import xcal.federation.home
 import xcal.federation.local
 import xcal.privacy.accounting
 import xcal.privacy.filter
+import xcal.privacy.ledger_rows
 import xcal.privacy.noise
 import xcal.training.adap
 import xcal.training.adaptive
@@ -34,7 +35,7 @@ from xcal.federation.home import ClientHome
 from xcal.methods.agp_dp import ProtectedChannels
 from xcal.privacy.account import Account
 from xcal.privacy.accounting import step_cost
-from xcal.privacy.filter import RenyiFilter
+from xcal.privacy.filter import StepFilter
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Release
 from xcal.privacy.mechanism import ChargedStep, Mechanism, ReleasedTensors
@@ -197,11 +198,17 @@ def charge_after_release(patch: Patch) -> None:
 
 
 def budget_reset(patch: Patch) -> None:
-    def mutated(self: Account, charges: Any) -> RenyiFilter:
-        assert self.terms.order is not None and self.terms.budget is not None
-        return RenyiFilter(self.terms.order, self.terms.budget, 0.0)
+    @instead(patch, Account, "_filter_after")
+    def _(real: Any, self: Account, charges: Any) -> Any:
+        return real(self, ())
 
-    patch.setattr(Account, "_filter_after", mutated)
+
+def plan_ignored(patch: Patch) -> None:
+    everywhere(patch, xcal.privacy.ledger_rows.as_planned, lambda run, rate, sigma: True)
+
+
+def steps_uncounted(patch: Patch) -> None:
+    patch.setattr(StepFilter, "admits", lambda self, cost: cost >= 0)
 
 
 def odometer_reset(patch: Patch) -> None:
@@ -472,6 +479,14 @@ def views_as_units(patch: Patch) -> None:
         return replace(batch, units=torch.arange(len(batch.units)), n_units=len(batch.units))
 
 
+def null_units_left_out(patch: Patch) -> None:
+    """The rate, the steps and the draw follow the real number of units."""
+
+    @instead(patch, LocalData, "__init__")
+    def _(real: Any, self: LocalData, *args: Any, **options: Any) -> None:
+        real(self, *args, **options | {"declared_units": None})
+
+
 def too_many_images(patch: Patch) -> None:
     real = xcal.data.sampling.images_of
 
@@ -686,6 +701,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "plan-ignored",
+        "a fixed plan's run takes steps of another rate or less noise",
+        plan_ignored,
+        (
+            "tests/unit/test_fixed_plans.py::test_a_step_that_was_not_planned_is_refused_and_not_charged",
+        ),
+    ),
+    Mutant(
+        "steps-uncounted",
+        "a fixed plan's run takes more steps than were planned",
+        steps_uncounted,
+        ("tests/unit/test_fixed_plans.py::test_exactly_the_planned_steps_are_admitted",),
+    ),
+    Mutant(
         "odometer-reset",
         "the odometer counts the last round only",
         odometer_reset,
@@ -850,6 +879,16 @@ MUTANTS = (
         "every view of an image is a unit of its own",
         views_as_units,
         (ROWS + "test_every_row_is_of_the_unit_it_comes_from", AS_DRAWN + "[fl-dp-Beginning]"),
+    ),
+    Mutant(
+        "null-undrawn",
+        "rate and draw follow the real number of units, not the declared one",
+        null_units_left_out,
+        (
+            ROWS + "test_every_row_is_of_the_unit_it_comes_from",
+            "tests/properties/test_declared_units.py::"
+            "test_whoever_else_is_drawn_does_not_depend_on_a_unit_that_is_not_there",
+        ),
     ),
     Mutant(
         "too-many-images",

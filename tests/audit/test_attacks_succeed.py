@@ -39,7 +39,7 @@ def pictures(first: int, count: int, pixels: int = 16) -> Images:
 
 def test_canaries_are_found_without_privacy() -> None:
     keys = {"method": "fl", "pixels": 16, "batch": 16, "rounds": 15, "lr": 0.3, "clients": 1}
-    made = make_experiment(keys, "the test")
+    made = make_experiment({**keys, "unit": "record"}, "the test")
     audits = audit_method(
         made, pictures(0, 8), 8, canary="mislabelled", canaries=48, pictures=pictures(8, 48)
     )
@@ -54,7 +54,7 @@ def test_canaries_are_found_without_privacy() -> None:
 def test_channels_without_noise_are_found() -> None:
     """AGP spares some channels: its nominal ε is none."""
     keys = {"method": "agp", "pixels": 16, "batch": 100, "rounds": 2, "epsilon": 1.0, "clients": 1}
-    made = make_experiment(keys, "the test")
+    made = make_experiment({**keys, "unit": "record"}, "the test")
     steps, *_ = audit_method(made, pictures(0, 60), 8, canary="gradient", canaries=1000)
     assert steps.epsilon_claimed is None
     assert steps.epsilon_found > 1.0
@@ -62,7 +62,7 @@ def test_channels_without_noise_are_found() -> None:
 
 def test_one_picture_is_recovered_from_a_plain_step_and_not_from_a_private_one() -> None:
     one = pictures(0, 1, pixels=32)
-    base = make_experiment({"pixels": 32, "lr": 0.001, "clients": 1}, "the test")
+    base = make_experiment({"pixels": 32, "lr": 0.001, "clients": 1, "unit": "record"}, "the test")
     found = {}
     for epsilon in (None, 50.0):
         network = "xcal.audit.networks:lenet32"
@@ -90,7 +90,7 @@ def test_one_picture_is_recovered_from_a_plain_step_and_not_from_a_private_one()
     ids=lambda keys: keys["method"],
 )
 def test_canary_clients_are_bounded_by_the_servers_noise(keys: dict[str, Any]) -> None:
-    shared = {"pixels": 16, "rounds": 3, "epsilon": 4.0, "clients": 1}
+    shared = {"pixels": 16, "rounds": 3, "epsilon": 4.0, "clients": 1, "unit": "record"}
     made = make_experiment({**shared, **keys}, "the test")
     method = method_of(made)
     assert isinstance(method, CentralMethod)

@@ -34,6 +34,7 @@ def _one_thread():
 
 def experiment(**keys: Any) -> Experiment:
     base = {"pixels": 16, "clients": 1, "batch": 100, "rounds": 2, "epsilon": 4.0}
+    base |= {"unit": "record"}
     return make_experiment(base | keys, "the test")
 
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 import xcal
-from support import TINY
+from support import TINY, FreeAccount
 from xcal.federation.aggregation import Mean, Median, TrimmedMean, server_round
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.files import read_tensors
 from xcal.methods import agp
 from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.ledger_rows import RunTerms
 from xcal.privacy.noise import NoiseKey, SeededNoise
 from xcal.training.central import ServerBench, private_mean
 
@@ -95,15 +94,6 @@ def test_client_quantile_that_does_not_follow_is_dp_fedavg(tmp_path: Path) -> No
     assert not close(moving, central, 1e-3)
 
 
-class _Free:
-    """An account that lets everything pass."""
-
-    terms = RunTerms("r", "m", "client", 1.0, 1e-5, 2.0, 1e300, 1, "seeded")
-
-    def pay(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
 def _answers(count: int) -> tuple[dict[str, torch.Tensor], list[RoundReply]]:
     rng = np.random.default_rng(2)
     old = {"w": torch.from_numpy(rng.normal(size=30)).float()}
@@ -120,7 +110,7 @@ def _answers(count: int) -> tuple[dict[str, torch.Tensor], list[RoundReply]]:
 def test_dp_fedavg_without_noise_and_clipping_is_the_mean_of_equal_clients() -> None:
     old, answers = _answers(4)
     plain, _ = server_round(0, old, answers, Mean(), None)
-    bench = ServerBench("m", 0, SeededNoise(0), _Free(), 4)  # type: ignore[arg-type]
+    bench = ServerBench("m", 0, SeededNoise(0), FreeAccount(), 4)  # type: ignore[arg-type]
     updates = [{"w": r.weights["w"].double() - old["w"].double()} for r in answers if r.weights]
     mean = private_mean(bench, updates, clip=1e6, sigma=1e-30).mean
     assert torch.allclose(old["w"].double() + mean["w"], plain["w"].double(), atol=1e-6)

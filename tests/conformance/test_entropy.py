@@ -243,8 +243,7 @@ def test_a_deployed_client_draws_from_its_system_whatever_a_request_says(tmp_pat
         experiment = home.experiment(keys, seed)
         assert (experiment.noise_source, experiment.paired) == ("secure", False)
         with entropy(5):
-            site = home.site(experiment, home.images(experiment), lambda: torch.nn.Linear(1, 1))
-            found.append(secure_stream(site.noise))
+            found.append(secure_stream(home.hold(experiment).site.noise))
     assert found[0] == found[1] == found[2]
     with entropy(6):
         assert share_nothing(secure_stream(ClientHome.open(path).noise()), found[0])

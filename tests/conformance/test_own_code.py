@@ -14,9 +14,9 @@ import xcal
 from support import TINY, sets, xcal_process
 from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.federation.refusals import Refused
 from xcal.federation.setup import prepare
 from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, verify
-from xcal.privacy.mechanism import UnchargedRelease
 from xcal.training.independence import DependentNetwork
 
 QUICK = {**TINY, "unit": "record", "rounds": 2, "road_images": 0, "road_test_images": 0}
@@ -31,11 +31,13 @@ def left_by(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", misbehaving.STEPS)
 def test_a_step_that_its_charge_does_not_cover_ends_the_run(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnchargedRelease):
+    with pytest.raises(Refused) as refusal:
         xcal.run(tmp_path / "run", **{**QUICK, "method": f"misbehaving:{name}"})
+    assert refusal.value.code == "uncharged"
     assert left_by(tmp_path / "run") == set()  # nothing of the round left the client
-    with pytest.raises(UnchargedRelease):
+    with pytest.raises(Refused) as refusal:
         xcal.run(tmp_path / "run", resume=True)
+    assert refusal.value.code == "uncharged"
     for path in find_ledgers(tmp_path / "run"):
         assert verify(path).ok
 
@@ -60,8 +62,9 @@ def test_a_network_that_begins_to_remember_ends_the_run(tmp_path: Path) -> None:
     misbehaving._CALLS[0] = 0
     keys = {**QUICK, "method": "fl-dp", "network": "misbehaving:later"}
     prepare(make_experiment(keys))  # it looks well
-    with pytest.raises(DependentNetwork):
+    with pytest.raises(Refused) as refusal:
         xcal.run(tmp_path / "run", **keys)
+    assert refusal.value.code == "network-dependent"
     assert "result.json" not in left_by(tmp_path / "run")
 
 

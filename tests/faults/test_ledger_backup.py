@@ -141,7 +141,7 @@ def test_names_are_shown_as_they_are(
 
 
 def test_an_order_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--population p --epsilon 1 --delta 1e-5 --rule renyi --order inf".split()
+    words = "--population p --epsilon 1 --delta 1e-5 --unit record --rule renyi --order inf".split()
     assert main(["ledger", "create", str(tmp_path / "h"), *words]) == 2
     assert "Order inf" in capsys.readouterr().err
     assert not (tmp_path / "h").exists()

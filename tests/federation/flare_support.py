@@ -37,6 +37,7 @@ method = "xcal"
 data = "smear"
 pixels = 32
 train_images = 300
+unit = "record"
 clients = 3
 rounds = 3
 batch = 20

@@ -50,19 +50,18 @@ def test_an_older_ledger_is_refused_by_the_home_itself(tmp_path: Path) -> None:
 def test_totals_hold_for_two_runs_that_ask_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one's look at the ledger lies before the first one's reservation."""
+    """The first one's reservation comes right before the second one's look at the ledger."""
     home = tiny_home(tmp_path)
     text = (home / "policy.toml").read_text()
     (home / "policy.toml").write_text(text.replace("epsilon_total = 20.0", "epsilon_total = 8.0"))
-    read: Any = entry.read_rows
+    check = entry.check_weights
 
-    def overtaken(path: Path) -> Any:
-        rows = read(path)
-        monkeypatch.setattr(entry, "read_rows", read)
+    def overtaken(*args: Any) -> None:
+        check(*args)
+        monkeypatch.setattr(entry, "check_weights", check)
         assert isinstance(ask(home, a_request(run="first")), Reply)
-        return rows
 
-    monkeypatch.setattr(entry, "read_rows", overtaken)
+    monkeypatch.setattr(entry, "check_weights", overtaken)
     assert ask(home, a_request(run="second")) == Refusal("0", "epsilon-total")
     assert {r.body["run"] for r in read_rows(home / "ledger.sqlite") if r.kind == "run"} == {
         "first"
@@ -86,7 +85,6 @@ def test_a_network_is_looked_at_in_every_round(
     def refuse(*_: Any) -> None:
         raise UserError("It mixes the images of a batch.")
 
-    entry._check_once.cache_clear()
     monkeypatch.setattr(entry, "check_network", refuse)
     following = a_request(round=1, weights=first.answer.weights)
     assert ask(home, following) == Refusal("0", "network-not-allowed")

@@ -13,10 +13,10 @@ from fuzzing import LONG, one_sentence, within
 from support import TINY
 from xcal.config import KEYS, Experiment, make_experiment, parse_set, to_toml
 from xcal.errors import UserError
-from xcal.federation.exchange import RoundRequest
+from xcal.federation.answer import respond
+from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.folder import RunFolder
-from xcal.federation.local import _make_sites
-from xcal.federation.rounds import client_round
+from xcal.federation.local import make_clients
 from xcal.federation.setup import prepare
 from xcal.methods.registry import METHODS as CLIENT_METHODS
 from xcal.models.registry import build_network
@@ -84,7 +84,7 @@ def first_step(values: dict[str, Any], folder: Path) -> str:
         return "refused"
     run = RunFolder.create(folder / "run", experiment, sorted(values))
     client = next(c for c in federation.schedule[0])
-    site = _make_sites(run, federation, {})[client]
+    asked = make_clients(run, federation, set())[client]
     request = RoundRequest("run", 0, federation.own_rounds(client), experiment)
     network = build_network(experiment, len(federation.data.classes))
     weights = {name: p.detach().clone() for name, p in trainable(network).items()}
@@ -93,9 +93,9 @@ def first_step(values: dict[str, Any], folder: Path) -> str:
         raise Enough
 
     try:
-        reply = client_round(request, weights, site, stop)
+        reply = respond(asked, Question(str(client), request, weights), stop)
     except Enough:
-        charged = [r for r in read_rows(site.ledger_path) if r.kind == "charge"]
+        charged = [r for r in read_rows(asked.owner.ledger_path) if r.kind == "charge"]
         assert len(charged) == (1 if federation.plans[client] is not None else 0)
         return "trained"
     except UserError as error:

@@ -69,17 +69,30 @@ def rows_of(batch: Batch, place: int) -> list[tuple[int, int]]:
     most=st.integers(1, 3),
     rate=st.floats(0, 1),
     seed=st.integers(0, 10_000),
+    null=st.none() | st.integers(0, 5),
 )
-def test_every_row_is_of_the_unit_it_comes_from(groups, unit, augment, views, most, rate, seed):
+def test_every_row_is_of_the_unit_it_comes_from(
+    groups, unit, augment, views, most, rate, seed, null
+):
     images = in_groups(groups)
-    data = LocalData(images, unit=unit, images_per_unit=most, views=views, augment=augment)
+    table = UnitTable.of(unit, images.groups)
+    declared = None if null is None else table.n_units + null
+    data = LocalData(
+        images,
+        unit=unit,
+        images_per_unit=most,
+        views=views,
+        augment=augment,
+        declared_units=declared,
+    )
+    assert data.units == (declared or table.n_units)
     known = uniforms(np.random.default_rng(seed), data, len(groups), augment)
     batch = data.draw(rate, Given(known), KEY)
-    table = UnitTable.of(unit, images.groups)
-    expected = np.flatnonzero(known["draw"] < rate)  # each once, by its own uniform alone
-    assert batch.n_units == len(expected)
-    assert set(batch.units.tolist()) == set(range(len(expected)))  # no row of anybody else
-    for place, number in enumerate(expected):
+    drawn = np.flatnonzero(known["draw"] < rate)  # each once, by its own uniform alone
+    assert batch.n_units == len(drawn)
+    real = drawn[drawn < table.n_units]  # the others are null: drawn, and without a row
+    assert set(batch.units.tolist()) == set(range(len(real)))  # no row of anybody else
+    for place, number in enumerate(real):
         own = set(table.images[table.starts[number] : table.starts[number + 1]].tolist())
         rows = rows_of(batch, place)
         used = {image for image, _ in rows}
@@ -94,7 +107,7 @@ def test_every_row_is_of_the_unit_it_comes_from(groups, unit, augment, views, mo
     assert plain == (batch.inputs.views == 0).tolist()
     assert batch.one_row_each == (unit == "record" and views == 1)
     if batch.one_row_each:
-        assert batch.units.tolist() == list(range(batch.n_units))
+        assert batch.units.tolist() == list(range(len(real)))
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,7 +36,7 @@ from xcal.training.local import Batch, Bench, LocalData, Optimiser, mean_by_unit
 from xcal.training.xcal import centred_sum
 
 CLASSES, PIXELS, UNITS, EXPECTED = 3, 16, 200, 8
-SHAPE = {"epsilon": 5.0, "delta": 1e-5, "batch": EXPECTED, "rounds": 2}
+SHAPE = {"epsilon": 5.0, "delta": 1e-5, "batch": EXPECTED, "rounds": 2, "unit": "record"}
 
 
 def choices(key: str) -> tuple[str, ...]:

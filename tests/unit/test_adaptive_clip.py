@@ -107,11 +107,13 @@ def test_a_step_clips_to_what_earlier_counts_say(finished: tuple[Path, dict[str,
 
 def test_the_plan_shows_what_the_count_costs() -> None:
     plan = xcal.plan(method="adaptive-clip", epsilon=0.5, units=3332, batch=32, rounds=30)
-    assert plan.sigma_static == pytest.approx(4.23, rel=5e-3)
+    assert plan.sigma_static == pytest.approx(3.885, rel=5e-3)
     assert plan.sigma_ref == pytest.approx(plan.sigma_static * math.sqrt(1.01))
     assert plan.sigma_count == pytest.approx(5 * plan.sigma_ref)
     given = ADAPTIVE_CLIP.plan(
-        make_experiment({"epsilon": 0.5, "batch": 32, "count_noise": 10.0}), 3332, 30
+        make_experiment({"epsilon": 0.5, "batch": 32, "count_noise": 10.0, "unit": "record"}),
+        3332,
+        30,
     )
     assert given.sigma_count == 10.0
     assert given.sigma_ref > plan.sigma_ref

@@ -111,11 +111,11 @@ def test_a_frozen_cam_layer_is_refused_before_anything_is_written(tmp_path: Path
 
 
 def test_its_noise_is_the_mean_of_the_published_band() -> None:
-    experiment = make_experiment({"method": "agp", "epsilon": 0.5, "batch": 32})
+    experiment = make_experiment({"method": "agp", "epsilon": 0.5, "batch": 32, "unit": "record"})
     plan = plan_paper(PlanShape(0.5, 1e-5, 3332, 32, 30), rho=0.1, band=0.2)
     assert AGP.sigma(experiment, 3332, 30) == pytest.approx((plan.sigma_min + plan.sigma_max) / 2)
     with pytest.raises(UserError):
-        AGP.plan(make_experiment({"method": "agp", "epsilon": -1.0}), 100, 3)
+        AGP.plan(make_experiment({"method": "agp", "epsilon": -1.0, "unit": "record"}), 100, 3)
 
 
 def test_it_is_called_unbounded_everywhere(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from xcal.bench import VARIANTS, run_bench, steps, write_results
-from xcal.bench.results import quantities
+from peers import VARIANTS, run_bench, steps, write_results
+from peers.results import quantities
 from xcal.errors import UserError
 
 KEYS = {"network", "pixels", "threads", "variant", "ratio_to_sgd", "q25", "q75", "memory_mb"}

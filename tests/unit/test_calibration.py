@@ -150,7 +150,11 @@ def test_the_odometer_starts_at_zero_and_stops_at_the_target():
     assert readings == sorted(readings)
     assert readings[0] > 0
     assert readings[-1] == plan.epsilon
-    assert plan.epsilon_if_fixed(plan.budget) == pytest.approx(plan.epsilon)
+    # what converts to the target is the budget: at the end the odometer reads just that
+    assert plan.odometer(plan.budget * (1 - 1e-9)) == pytest.approx(plan.epsilon)
+    # the tight conversion is lower by ln(α)/(α−1) + ln(α/(α−1)) all the way
+    loose = plan.budget * 0.3 + math.log(1 / plan.delta) / (plan.order - 1)
+    assert readings[1] < loose - 0.1
 
 
 def test_a_plan_is_frozen_and_plain():

@@ -30,9 +30,9 @@ PLAN = "plan --epsilon 0.5 --delta 1e-5 --units 3332 --batch 32 --rounds 30".spl
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("xcal", {"sigma_static": 4.23, "sigma_ref": 4.31}),
+        ("xcal", {"sigma_static": 4.23, "sigma_ref": 4.31, "sigma_pld": 3.885}),
         ("xcal-paper", {"sigma_static": 4.23, "sigma_ref": 4.83, "sigma_signal": 36.6}),
-        ("fl-dp", {"sigma_static": 4.23, "sigma_ref": 4.23}),
+        ("fl-dp", {"sigma_static": 3.885, "sigma_ref": 3.885, "sigma_renyi": 4.23}),
     ],
 )
 def test_plan_prints_one_json_object(

@@ -46,7 +46,7 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def keys(weights: Path, **more: Any) -> dict[str, Any]:
     return {
         "data": "support:tiny", "network": "efficientnet_b0", "norm": "frozen", "pixels": 32,
-        "train": "head", "head_reads": READS, "weights": str(weights), **more,
+        "train": "head", "unit": "record", "head_reads": READS, "weights": str(weights), **more,
     }  # fmt: skip
 
 

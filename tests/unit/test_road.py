@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from road_timing import time_road
 from torch import Tensor, nn
 
 from xcal.errors import UserError
@@ -22,7 +23,6 @@ from xcal.explain.road import (
     road,
     saliency_for_ranking,
 )
-from xcal.explain.road_timing import time_road
 
 torch.set_num_threads(1)
 

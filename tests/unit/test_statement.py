@@ -72,7 +72,7 @@ def test_a_group_is_named():
     [
         ({"noise": "seeded"}, "this is a simulation"),
         ({"shared_units": True}, "stand at several clients"),
-        ({"group_name": "patient"}, "protected only through group privacy"),
+        ({"group_name": "patient"}, "unit = 'group' protects the patient"),
         ({"group_name": "patient", "groups_split": True}, "Images of one patient stand at several"),
         (
             {"plans": {"0": plan_static(PlanShape(2.0, 0.01, units=400, batch=16, rounds=3))}},

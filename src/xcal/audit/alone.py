@@ -98,7 +98,7 @@ def train_alone(
         path = folder / "ledger.sqlite"
         terms = Terms(
             population="audited client",
-            unit=experiment.unit,
+            unit=experiment.privacy_unit,
             epsilon=None if plan is None else plan.epsilon,
             delta=None if plan is None else plan.delta,
             simulated=True,

@@ -30,7 +30,13 @@ OnWork = Callable[[str, float], None]
 """Told what is being done and which share of the whole is finished."""
 
 # Small pictures and one client: an audit trains dozens of models.
-BASE: dict[str, Any] = {"data": "smear", "network": "small", "pixels": 32, "clients": 1}
+BASE: dict[str, Any] = {
+    "data": "smear",
+    "network": "small",
+    "pixels": 32,
+    "clients": 1,
+    "unit": "record",  # a canary is one image
+}
 # Few, large steps: gradient canaries need no learning, only many releases.
 FOR_GRADIENTS: dict[str, Any] = {"batch": 128, "rounds": 4}
 # Long enough that a model without privacy learns its training set by heart.

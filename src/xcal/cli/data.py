@@ -27,6 +27,19 @@ def import_command(
     task: str | None = typer.Option(None, help="What to tell apart, where a set has several."),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave files out that cannot be used."),
     replace: bool = typer.Option(False, "--replace", help="Replace a set of this name and size."),
+    path_column: str | None = typer.Option(None, help="A CSV's column that names the image file."),
+    label_column: str | None = typer.Option(None, help="A CSV's column that holds the class."),
+    group_column: str | None = typer.Option(
+        None, help="A CSV's column that says whose image it is, such as the patient's number."
+    ),
+    one_image_per_person: bool = typer.Option(
+        False,
+        "--one-image-per-person",
+        help="Declare that no two images show one person, where the set names nobody.",
+    ),
+    all_train: bool = typer.Option(
+        False, "--all-train", help="Hold no images back for validation and test."
+    ),
 ) -> None:
     """Read a data set as hospitals and Kaggle give it; decoded once, kept for `data=NAME`."""
     from xcal.data.describe import show_dataset
@@ -50,6 +63,11 @@ def import_command(
             skip_bad=skip_bad,
             replace=replace,
             progress=progress,
+            path_column=path_column,
+            label_column=label_column,
+            group_column=group_column,
+            one_image_per_person=one_image_per_person,
+            all_train=all_train,
         )
     if summary.already_there:
         typer.echo("This content was imported before, in the same way: nothing had to be done.")
@@ -106,7 +124,9 @@ def partition_command(
     kind: str = typer.Option("iid", help="iid, label, label-extreme or covariate."),
     concentration: float = typer.Option(0.5, help="Dirichlet concentration of a label shift."),
     seed: int = typer.Option(0, help="Of the partition."),
-    unit: str = typer.Option("record", help="record or group."),
+    unit: str | None = typer.Option(
+        None, help="record or group; by default group where the set names groups."
+    ),
     keep_groups: bool = typer.Option(True, help="Keep a group's images at one client."),
     out: Path = typer.Option(Path("partition.png"), help="Where the picture goes."),
 ) -> None:
@@ -115,6 +135,7 @@ def partition_command(
     from xcal.data.catalog import load
     from xcal.data.partition import partition
     from xcal.data.pictures import partition_picture
+    from xcal.federation.setup import with_unit
 
     checked = make_experiment(
         {
@@ -135,7 +156,7 @@ def partition_command(
         concentration=checked.concentration,
         seed=checked.seed,
         keep_groups=checked.keep_groups,
-        unit=checked.unit,
+        unit=with_unit(checked, data).privacy_unit,
     )
     partition_picture(data.train, data.classes, parts, out)
     for client, shard in enumerate(parts.shards):

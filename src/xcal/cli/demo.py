@@ -17,6 +17,7 @@ METHODS = ("fl", "fl-dp", "xcal-paper", "xcal")
 # Without clipping a gradient is larger, so plain federated learning has a learning rate of its own.
 SETTINGS: dict[str, Any] = {
     "clients": 3,
+    "unit": "record",
     "rounds": 8,
     "epsilon": 5.0,
     "seed": 0,

@@ -133,7 +133,14 @@ def accept_command(
     delta: float | None = typer.Option(None, help="With --data: highest δ of all runs, for life."),
     epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
     delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
-    unit: str = typer.Option("record", help="With --data: what a run must protect."),
+    unit: str | None = typer.Option(
+        None,
+        help="With --data: what a run must protect, record or group; group if not given and the"
+        " data say whose the images are.",
+    ),
+    units: int | None = typer.Option(
+        None, help="With --data: declared number of units, at least as many as there are."
+    ),
 ) -> None:
     """Site: build the kit from the answer, with hardened policies, and check it.
 
@@ -165,12 +172,13 @@ def accept_command(
             epsilon_run=epsilon_run,
             delta_run=delta_run,
             unit=unit,
+            units=units,
         )
     elif party.about.role == "site" and not party.home.exists():
         say("Now give it a home with your data and your terms, which only you can change:")
         say(
             f"  xcal home init {party.home} --client {party.about.name} --data NAME"
-            " --population WHO --epsilon 5 --delta 1e-5"
+            " --population WHO --epsilon 5 --delta 1e-4"
         )
     for finding in check_party(party):
         say(f"{finding.level:8} {finding.text}")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from xcal.cli.ledger import room_text
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
+LIMITS = ("epsilon", "delta")
 
 Made = TypeVar("Made", bound=BaseModel)
 
@@ -44,9 +47,18 @@ def init_command(
         None, help="Instead of --data, for trials: an experiment file, of which it has a part."
     ),
     shard: int = typer.Option(0, help="With --experiment: which part, from 0."),
+    units: int | None = typer.Option(
+        None,
+        help="Declared number of units, at least as many as there are: then their real number"
+        " stays private. Not given: they are counted.",
+    ),
     epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
     delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
-    unit: str = typer.Option("record", help="What a run must protect: record or group."),
+    unit: str | None = typer.Option(
+        None,
+        help="What a run must protect: record (an image) or group (a person); group if not given"
+        " and the data say whose the images are.",
+    ),
     weights: Path | None = typer.Option(None, help="Published weights the network starts from."),
     seed: int | None = typer.Option(
         None, help="Only for a simulation: noise and draws come from this seed."
@@ -62,6 +74,7 @@ def init_command(
         data=data,
         experiment=experiment,
         shard=shard,
+        units=units,
         epsilon_run=epsilon_run,
         delta_run=delta_run,
         unit=unit,
@@ -80,9 +93,10 @@ def make_home(
     data: str | None = None,
     experiment: Path | None = None,
     shard: int = 0,
+    units: int | None = None,
     epsilon_run: float | None = None,
     delta_run: float | None = None,
-    unit: str = "record",
+    unit: str | None = None,
     weights: Path | None = None,
     seed: int | None = None,
 ) -> None:
@@ -94,8 +108,9 @@ def make_home(
     check_target(epsilon, delta)
     if (data is None) == (experiment is None):
         raise UserError("Say where the data are: --data NAME, or for a trial --experiment FILE.")
-    if unit not in ("record", "group"):
+    if unit not in (None, "record", "group"):
         raise UserError(f"--unit is record or group, not {unit!r}.")
+    unit = unit or _unit_of(data, experiment)
     if (epsilon_run or 0) > epsilon or (delta_run or 0) > delta:
         raise UserError("One run cannot have more than all: lower --epsilon-run or --delta-run.")
     about = checked(
@@ -105,6 +120,7 @@ def make_home(
         data=data,
         experiment=None if experiment is None else str(experiment.resolve()),
         shard=shard,
+        units=units,
         weights=None if weights is None else str(weights.resolve()),
         simulated=seed is not None,
         seed=seed,
@@ -119,10 +135,28 @@ def make_home(
     )
     made = create_home(home, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
+    typer.echo(room_text(epsilon, delta, epsilon_run, delta_run))
     typer.echo(
         "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
         " a lost ledger cannot be replaced."
     )
+
+
+def _unit_of(data: str | None, experiment: Path | None) -> str:
+    """What runs on these data protect where nothing is said."""
+    from xcal.config import load_experiment, make_experiment
+    from xcal.data.store import sizes_of
+    from xcal.federation.setup import settled
+
+    if experiment is not None:
+        return settled(load_experiment(experiment, [])[0]).privacy_unit
+    assert data is not None
+    sizes = sizes_of(data) if ":" not in data and data != "smear" else []
+    keys = {"data": data, **({"pixels": sizes[0]} if sizes else {})}
+    try:
+        return settled(make_experiment(keys)).privacy_unit
+    except UserError as error:
+        raise UserError(f"{error} Or say with --unit what a run must protect.") from None
 
 
 @app.command("show")
@@ -132,6 +166,7 @@ def show_command(
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
     from xcal.federation.home import ClientHome
+    from xcal.privacy.analysis import lifetime_text
     from xcal.privacy.ledger_rows import read_rows, runs_of
 
     opened = ClientHome.open(home)
@@ -140,6 +175,7 @@ def show_command(
     console.print(
         f"Client {about.client!r}, population {about.population!r}, data"
         f" {about.data or about.experiment!r},"
+        f" {'units counted' if about.units is None else f'{about.units} units declared'},"
         f" {'simulated: seeded noise' if about.simulated else 'secure noise'}.",
         highlight=False,
     )
@@ -151,11 +187,14 @@ def show_command(
         shown = ", ".join(value) if isinstance(value, tuple) else f"{value}"
         table.add_row(key, shown, type(policy).model_fields[key].description)
     console.print(table)
-    runs = runs_of(read_rows(opened.ledger_path)).values()
-    spent = sum(run.epsilon or 0.0 for run in runs)
+    rows = read_rows(opened.ledger_path)
+    runs = runs_of(rows).values()
+    reserved = {name: sum(getattr(run, name) or 0.0 for run in runs) for name in LIMITS}
     console.print(
-        f"{len(runs)} runs reserved ε = {spent:g} of {policy.epsilon_total:g}:"
-        f" `xcal ledger show {home}` has the rows."
+        f"{len(runs)} runs reserved ε = {reserved['epsilon']:g} of {policy.epsilon_total:g} and δ ="
+        f" {reserved['delta']:g} of {policy.delta_total:g} that the policy allows; the ledger:"
+        f" {lifetime_text(rows)}. `xcal ledger show {home}` has the rows.",
+        highlight=False,
     )
     logged = opened.refusals()
     console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")

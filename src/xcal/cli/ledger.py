@@ -26,7 +26,9 @@ def create_command(
     population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
     epsilon: float = typer.Option(..., help="Lifetime limit ε over all runs."),
     delta: float = typer.Option(..., help="Lifetime limit δ over all runs."),
-    unit: str = typer.Option("record", help="What is protected: record, group or client."),
+    unit: str = typer.Option(
+        ..., help="What is protected: group (a person), record (an image) or client; for good."
+    ),
     rule: str = typer.Option(
         "sum", help="sum: runs reserve their (ε, δ); renyi: one order for all."
     ),
@@ -43,9 +45,33 @@ def create_command(
     typer.echo(
         f"Created {path}: population {population!r}, per {unit}, ({epsilon:g}, {delta:g}), {rule}."
     )
+    if rule == "sum":
+        typer.echo(room_text(epsilon, delta))
     typer.echo(
         f"Keep it and {path.with_suffix('.head').name} safe: a lost ledger cannot be replaced."
     )
+
+
+def room_text(
+    epsilon: float, delta: float, epsilon_run: float | None = None, delta_run: float | None = None
+) -> str:
+    """How many runs a lifetime limit has room for, by ε and by δ, and how to have room for more."""
+    from xcal.config import make_experiment
+    from xcal.privacy.analysis import runs_that_fit
+
+    usual = make_experiment({})
+    one = (epsilon_run or usual.epsilon, delta_run or usual.delta)
+    fit = runs_that_fit(epsilon, one[0]), runs_that_fit(delta, one[1])
+    text = f"Room for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
+    if min(fit) < 2 or fit[1] < fit[0]:
+        wanted = max(5, fit[0])
+        text += (
+            f" For {wanted} runs let each ask for at most epsilon = {epsilon / wanted:g} and"
+            f" delta = {delta / wanted:g}, or allow --epsilon {max(epsilon, wanted * one[0]):g}"
+            f" and --delta {max(delta, wanted * one[1]):g}; keep a run's delta below 1 divided by"
+            " your units."
+        )
+    return text
 
 
 @app.command("show")
@@ -54,21 +80,22 @@ def show_command(
     rows: int = typer.Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
+    from xcal.privacy.analysis import lifetime_text
     from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
 
     console = Console(markup=False, emoji=False)
     for found in find_ledgers(path):
         lines = read_rows(found)
         terms = terms_of(lines)
-        limit = "no limit" if terms.epsilon is None else f"({terms.epsilon:g}, {terms.delta:g})"
         console.print(
-            f"{found}: population {terms.population!r}, per {terms.unit}, limit {limit}"
-            f" by {terms.rule}, {len(lines)} rows",
+            f"{found}: population {terms.population!r}, per {terms.unit}, rule {terms.rule},"
+            f" {len(lines)} rows; {lifetime_text(lines)}",
             highlight=False,
         )
         table = Table()
-        for name in ("run", "method", "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
-            table.add_column(name, justify="left" if name in ("run", "method") else "right")
+        words = ("run", "method", "accountant")
+        for name in (*words, "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
+            table.add_column(name, justify="left" if name in words else "right")
         for run in runs_of(lines).values():
             charges = charges_of(lines, run.run)
             spent = sum(c.cost for c in charges)
@@ -76,6 +103,7 @@ def show_command(
             table.add_row(
                 run.run,
                 run.method,
+                run.accountant if private else "–",
                 f"{run.epsilon:g}" if private else "∞",
                 f"{run.delta:g}" if private else "–",
                 f"{run.order:g}" if private else "–",
@@ -103,13 +131,15 @@ def verify_command(
     path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
 ) -> None:
     """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
-    from xcal.privacy.ledger_rows import find_ledgers, verify
+    from xcal.privacy.analysis import lifetime_text
+    from xcal.privacy.ledger_rows import find_ledgers, read_rows, verify
 
     failed = False
     for found in find_ledgers(path):
         check = verify(found)
         if check.ok:
-            typer.echo(f"{found}: {check.rows} rows, all in order")
+            told = lifetime_text(read_rows(found))
+            typer.echo(f"{found}: {check.rows} rows, all in order; {told}")
         else:
             failed = True
             typer.echo(f"{found}: row {check.row} {check.problem}", err=True)
@@ -142,23 +172,24 @@ def analyse_command(
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
-    from xcal.privacy.analysis import HOW_SHARED, analyse, lifetime
+    from xcal.privacy.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
     from xcal.privacy.ledger_rows import find_ledgers, read_rows
 
     found = []
     for ledger in find_ledgers(path):
         rows = read_rows(ledger)
-        found.append((ledger, lifetime(rows), analyse(rows, run, pld=pld)))
+        found.append((ledger, rows, analyse(rows, run, pld=pld)))
     if as_json:
         values = [
-            {"ledger": str(ledger), "lifetime": life, "runs": [a.as_dict() for a in runs]}
-            for ledger, life, runs in found
+            {"ledger": str(ledger), "lifetime": lifetime(rows), "runs": [a.as_dict() for a in runs]}
+            for ledger, rows, runs in found
         ]
         typer.echo(json.dumps({"shares": HOW_SHARED, "ledgers": values}, indent=2))
         return
     console = Console(markup=False, emoji=False)
-    for ledger, life, runs in found:
-        console.print(f"{ledger}: per {life['unit']}", style="bold", highlight=False)
+    for ledger, rows, runs in found:
+        told = f"{ledger}: per {lifetime(rows)['unit']}; {lifetime_text(rows)}"
+        console.print(told, style="bold", highlight=False)
         for one in runs:
             for line in _analysis_lines(one):
                 console.print(f"  {line}", highlight=False)
@@ -175,8 +206,9 @@ def _analysis_lines(one: Analysis) -> list[str]:
         return [f"{head}; the method has no guarantee, so Σρ = ∞."]
     lines = [
         f"{head} of {one.planned} planned steps{', halted' if one.halted else ''}",
-        f"  target ({one.epsilon:g}, {one.delta:g}); at order {one.order:g}: R {one.budget:.6g},"
-        f" Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %), left {one.left:.4g}",
+        f"  target ({one.epsilon:g}, {one.delta:g}) by {one.accountant}; at order {one.order:g}:"
+        f" R {one.budget:.6g}, Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %),"
+        f" left {one.left:.4g}",
     ]
     for part in one.mechanisms:
         lines.append(

@@ -9,7 +9,6 @@ import typer
 import xcal
 from xcal.cli import (
     audit,
-    bench,
     data,
     demo,
     evaluate,
@@ -61,7 +60,6 @@ app.command("report")(report.report_command)
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(home.app, name="home")
 app.add_typer(data.app, name="data")
-app.add_typer(bench.app, name="bench")
 app.add_typer(federation.app, name="federation")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -10,15 +11,22 @@ from rich.table import Table
 
 import xcal
 
+if TYPE_CHECKING:
+    from xcal.privacy.calibration import Plan
+
 EXPLAINED = {
+    "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
     "units": "declared number of units n at one client",
     "batch": "expected batch B",
     "rounds": "rounds the client takes part in",
     "steps": "planned steps K over all rounds",
     "sample_rate": "Poisson rate B/n",
-    "order": "the filter's fixed Rényi order",
-    "budget": "R, the budget at that order",
+    "order": "the fixed Rényi order of filter and odometer",
+    "budget": "R: what may be spent, or all steps cost, at that order",
     "sigma_static": "constant multiplier that exactly spends the target",
+    "sigma_pld": "the same by PLD: what noise fixed beforehand needs",
+    "sigma_renyi": "the same by the Rényi filter: what noise chosen on the way needs",
+    "adaptive_price": "σ_renyi/σ_pld − 1: what choosing on the way costs by accounting alone",
     "sigma_ref": "multiplier of a usual step",
     "sigma_min": "lowest (a step that is explained best)",
     "sigma_max": "highest (a step that is explained worst)",
@@ -28,11 +36,29 @@ EXPLAINED = {
 }
 
 
+def shown_values(plan: Plan) -> dict[str, Any]:
+    """The plan's own values, and its target's static multiplier by both accountants."""
+    from xcal.errors import UserError
+    from xcal.privacy.calibration import calibrate, calibrate_fixed
+
+    target = (plan.epsilon, plan.delta, plan.sample_rate, plan.steps)
+    pld = calibrate_fixed(*target).sigma
+    try:
+        renyi: float | None = calibrate(*target).sigma
+    except UserError:  # a target so small that no order reaches it; the plan itself has noise
+        renyi = None
+    price = None if renyi is None else renyi / pld - 1
+    return {**plan.as_dict(), "sigma_pld": pld, "sigma_renyi": renyi, "adaptive_price": price}
+
+
 def plan_command(
     method: str = typer.Option("xcal", help="A method with a guarantee: fl-dp, xcal, …"),
     epsilon: float = typer.Option(..., help="Target ε over all rounds."),
     delta: float = typer.Option(1e-5, help="Target δ."),
     units: int = typer.Option(..., help="Units of privacy at the client, n."),
+    unit: str | None = typer.Option(
+        None, help="What a unit is: record (assumed if not given), or group."
+    ),
     batch: int = typer.Option(32, help="Expected batch B."),
     rounds: int = typer.Option(30, help="Rounds T."),
     local_epochs: int = typer.Option(1, help="Local epochs E."),
@@ -43,10 +69,12 @@ def plan_command(
     count_noise: float | None = typer.Option(None, help="adaptive-clip: σ_b of the count."),
     rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),
     band: float | None = typer.Option(None, help="xcal-paper: half-width b of the band."),
+    accountant: str | None = typer.Option(None, help="'auto', or 'renyi' for every method."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
     optional = {
+        "unit": unit,
         "kappa": kappa,
         "w": w,
         "clipping": clipping,
@@ -54,6 +82,7 @@ def plan_command(
         "count_noise": count_noise,
         "rho": rho,
         "band": band,
+        "accountant": accountant,
     }
     made = xcal.plan(
         units=units,
@@ -65,18 +94,24 @@ def plan_command(
         local_epochs=local_epochs,
         **{k: v for k, v in optional.items() if v is not None},
     )
+    values = shown_values(made)
     if as_json:
-        typer.echo(json.dumps(made.as_dict(), indent=2))
+        typer.echo(json.dumps(values, indent=2))
         return
     table = Table(title=f"{method}: ε = {epsilon:g}, δ = {delta:g}", title_justify="left")
     table.add_column("quantity")
     table.add_column("value", justify="right")
     table.add_column("what it is")
     for key, text in EXPLAINED.items():
-        value = getattr(made, key)
+        value = values[key]
         shown = "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(key, shown, text)
     console = Console(markup=False, emoji=False)
     console.print(table)
+    if unit is None and made.unit == "record":
+        console.print(
+            f"Assumed, as a plan sees no data: a unit is one image (record). To protect patients,"
+            f" let n be the number of patients (--unit group); the noise is that of {units} units."
+        )
     for warning in made.warnings:
         console.print(f"Beware: {warning}")

@@ -59,7 +59,7 @@ def run_command(
             console.print(f"Constants of the public validation images are in {found.weights}.")
             made = found
         federation = prepare(made)
-        folder = RunFolder.create(out, made, sorted(given))
+        folder = RunFolder.create(out, federation.experiment, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
     with interruptible(console, again), LiveProgress(console) as progress:
         if engine == "flower":

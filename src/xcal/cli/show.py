@@ -18,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from xcal.cli.interrupts import stop_if_interrupted
+from xcal.federation.files import read_json
 
 
 def number(value: float | None, digits: int = 3, missing: str = "–") -> str:
@@ -137,12 +138,16 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
         )
         promise = "no guarantee per record (ε = ∞)"
     console.print(
-        f"Test macro F1 {result['macro_f1']:.3f}, {promise}, {result['noise'] or 'no'} noise."
+        f"Test macro F1 {number(result['macro_f1'])}, {promise}, {result['noise'] or 'no'} noise."
     )
     if result["epsilon_paper"] is not None:
         console.print(f"ε by the paper's own accounting: {result['epsilon_paper']:.4g}.")
     if result["unused"]:
         console.print(f"Not used by {result['method']}: {', '.join(result['unused'])}.")
+    statement = folder / "statement.json"
+    opening = read_json(statement).get("opening", ()) if statement.exists() else ()  # new in 0.1
+    for sentence in opening:
+        console.print(sentence, highlight=False, markup=False)
     console.print(
         f"Everything is in {folder}; the privacy statement in {folder / 'statement.txt'}."
     )

@@ -7,7 +7,19 @@ from pathlib import PurePosixPath
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file
 from xcal.data.files import BadFile, Files
-from xcal.data.listing import Listing, Record, Split, find_table, read_table
+from xcal.data.listing import (
+    ColumnChoice,
+    Listing,
+    Record,
+    Split,
+    alone,
+    chosen_column,
+    find_column,
+    find_table,
+    group_name_of,
+    read_table,
+    unused_identifiers,
+)
 from xcal.errors import UserError
 
 ANY_FINDING = "any-finding"
@@ -25,16 +37,24 @@ def find_entries(files: Files) -> str | None:
     return find_table(files, "Data_Entry_2017")
 
 
-def chest_xray(files: Files, task: str | None) -> Listing:
+def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     """`task`: any finding against none (default), or one named finding against the rest."""
     table = find_entries(files)
     if table is None:
         raise UserError("The NIH layout needs Data_Entry_2017.csv beside the images.")
     rows = read_table(files, table)
-    for column in ("Image Index", "Finding Labels", "Patient ID"):
-        if column not in rows[0]:
-            raise UserError(f"{table} has no column {column!r}.")
-    findings = {row["Image Index"]: set(row["Finding Labels"].split("|")) for row in rows}
+
+    def column(name: str) -> str:
+        if (found := find_column(rows[0], (name,))) is None:
+            raise UserError(f"{table} has no column {name!r}.")
+        return found
+
+    image, labels = column("Image Index"), column("Finding Labels")
+    if choice.group is None:
+        patient = column("Patient ID")
+    else:
+        patient = chosen_column(table, rows[0], choice.group, "--group-column")
+    findings = {row[image]: set(row[labels].split("|")) for row in rows}
     known = sorted(set().union(*findings.values()) - {_NONE})
     wanted, classes = _task(task, known)
 
@@ -43,7 +63,7 @@ def chest_xray(files: Files, task: str | None) -> Listing:
     records = []
     absent = unlisted = 0
     for row in rows:
-        name = row["Image Index"]
+        name = row[image]
         if name not in images:
             absent += 1
             continue
@@ -55,13 +75,13 @@ def chest_xray(files: Files, task: str | None) -> Listing:
             Record(
                 id=images[name],
                 label=int(bool(shown) if wanted is None else wanted in shown),
-                group=row["Patient ID"],
+                group=row[patient] or alone(images[name]),
                 split=split_of.get(name),
             )
         )
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    notes = []
+    notes = unused_identifiers(table, rows[0], (image, labels, patient))
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")
     if unlisted:
@@ -71,7 +91,7 @@ def chest_xray(files: Files, task: str | None) -> Listing:
         default_name="chest-xray14",
         task=wanted or ANY_FINDING,
         classes=classes,
-        group_name="patient",
+        group_name=group_name_of(patient),
         licence="NIH public release, CC0",
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),

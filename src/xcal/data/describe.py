@@ -27,6 +27,9 @@ class Description:
             "pixels": side,
             "classes": list(self.data.classes),
             "group": self.data.group_name,
+            "groups_known": self.data.groups_known,
+            "groups_declared": self.data.groups_declared,
+            "shared_groups": self.data.shared_groups,
             "licence": self.data.licence,
             "splits": {split: asdict(counts) for split, counts in self.splits.items()},
         }
@@ -82,7 +85,18 @@ class Description:
         if group == RECORD_GROUPS:
             return (
                 f"The {train.images:,} training images are not known to belong together: a "
-                "guarantee per image is one per person only if nobody has two."
+                "guarantee per image is one per person only if nobody has two (if so, import with "
+                "--one-image-per-person), and unit = 'group' is refused."
+            )
+        if self.data.groups_declared:
+            return (
+                f"The {train.images:,} training images are of as many {group}s: declared by hand "
+                "at the import, as nothing in the set says so."
+            )
+        if not self.data.groups_known:
+            return (
+                f"{self.data.ungrouped_images:,} images name no {group}: a guarantee per image "
+                f"(unit = record) does not cover a {group}, and unit = 'group' is refused."
             )
         return (
             f"The {train.images:,} training images come from {train.groups:,} {group}s, up to "

@@ -12,7 +12,7 @@ from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file, group_of_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split
+from xcal.data.listing import Listing, Record, Split, alone
 from xcal.errors import UserError
 
 _SPLIT_OF_FOLDER: dict[str, Split] = {
@@ -159,7 +159,7 @@ def class_folders(files: Files, name: str) -> Listing:
     group_of = {image: group_of_file(files, image) for image, _, _ in found}
     by_patient = any(group is not None for group in group_of.values())
     records = tuple(
-        Record(image, numbers[cls], group_of[image] or f"file {image}", split)
+        Record(image, numbers[cls], group_of[image] or alone(image), split)
         for image, cls, split in found
     )
     others = len(files.sizes) - len(images)

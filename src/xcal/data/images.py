@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECORD_GROUPS = "record"
-"""`ImageData.group_name` of a set in which every image is a group of its own."""
+"""`ImageData.group_name` of a set that does not say which images belong to one person."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,10 @@ class ImageData:
     train: Images
     validation: Images
     test: Images
+    ungrouped_images: int = 0
+    """Images of which the source names no group, in a set that has groups: each has its own id."""
+    groups_declared: bool = False
+    """Whether somebody declared by hand that no two images show one person."""
 
     def __post_init__(self) -> None:
         for split, images in self.splits():
@@ -84,3 +88,16 @@ class ImageData:
     def splits(self) -> tuple[tuple[str, Images], ...]:
         """The three splits with their names, in the order they are always shown."""
         return (("train", self.train), ("validation", self.validation), ("test", self.test))
+
+    @property
+    def groups_known(self) -> bool:
+        """Whether images with one group id are all images of one person, picture or lesion."""
+        return self.group_name != RECORD_GROUPS and not self.ungrouped_images
+
+    @property
+    def shared_groups(self) -> int:
+        """How many groups of the training images also stand in validation or test."""
+        if self.group_name == RECORD_GROUPS:
+            return 0
+        public = np.concatenate([self.validation.groups, self.test.groups])
+        return len(np.intersect1d(self.train.groups, public))

@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,7 +20,7 @@ from xcal.data.decode import strict_decoding
 from xcal.data.files import BadFile, Files, FolderFiles, open_files
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
 from xcal.data.isic import find_diagnoses, isic
-from xcal.data.listing import SPLITS, Listing, Record, assign_splits
+from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits
 from xcal.data.medmnist import medmnist
 from xcal.data.store import DatasetInfo, SplitCounts
 from xcal.data.table import find_labelled_table, labelled_table
@@ -66,8 +66,19 @@ def import_dataset(
     skip_bad: bool = False,
     replace: bool = False,
     progress: Progress | None = None,
+    *,
+    path_column: str | None = None,
+    label_column: str | None = None,
+    group_column: str | None = None,
+    one_image_per_person: bool = False,
+    all_train: bool = False,
 ) -> ImportSummary:
     """Read the data set at `path` and keep it as `name` at `pixels` a side.
+
+    `path_column`, `label_column` and `group_column` say which columns of a CSV hold the image, its
+    class and whose it is, where their names do not. `one_image_per_person` declares that no two
+    images show one person, where the set itself names nobody. With `all_train` no images are held
+    back for validation and test.
 
     After it returns, `load(name)` opens the set. If it raises, nothing has changed. If the process
     dies, half a set is never taken for a whole one; at worst, in the instant of a replacement,
@@ -87,28 +98,59 @@ def import_dataset(
         files = FolderFiles(path.parent) if _is_table(path) else open_files(path)
     try:
         with strict_decoding():
-            listing = recognise(path, files, kind, task)
+            columns = ColumnChoice(path_column, label_column, group_column)
+            listing = recognise(path, files, kind, task, columns)
+            if one_image_per_person:
+                listing = _one_each(listing)
             name = store.check_name(name or listing.default_name)
-            key = _key(path, files, listing, pixels, skip_bad)
+            asked = (columns, one_image_per_person, all_train)
+            key = _key(path, files, listing, pixels, skip_bad, asked)
             with store.exclusive(name):
                 before = _standing(name, pixels)
-                if before is not None and before.key == key:
+                # An older version may not have seen whose the images are.
+                same_groups = before is not None and before.group_name == listing.group_name
+                if before is not None and before.key == key and same_groups:
                     return ImportSummary(before, already_there=True)
                 if before is not None and not replace:
                     raise UserError(
-                        f"{name!r} at {pixels} pixels already holds other images (from "
+                        f"{name!r} at {pixels} pixels already holds other images, or the same"
+                        f" read in another way (from "
                         f"{before.source}); choose another --name, or --replace it."
                     )
-                info = _decode_all(path, listing, name, pixels, key, skip_bad, progress)
+                info = _decode_all(path, listing, name, pixels, key, skip_bad, progress, asked)
                 return ImportSummary(info, already_there=False)
     finally:
         if files is not None:
             files.close()
 
 
-def recognise(path: Path, files: Files | None, kind: Kind, task: str | None) -> Listing:
+_Asked = tuple[ColumnChoice, bool, bool]
+"""How the user wants it read: columns, one image per person, all for training."""
+_UNASKED: _Asked = (ColumnChoice(), False, False)
+
+
+def _one_each(listing: Listing) -> Listing:
+    """The listing with every image a person of its own, as declared by hand."""
+    groups = Counter(record.group for record in listing.records)
+    several = sum(count > 1 for count in groups.values())
+    if several:
+        raise UserError(
+            f"{several} {listing.group_name}s of this data set have several images, so it cannot be"
+            " imported with --one-image-per-person: leave the option out."
+        )
+    return replace(listing, group_name="person")
+
+
+def recognise(
+    path: Path, files: Files | None, kind: Kind, task: str | None, columns: ColumnChoice
+) -> Listing:
     """Find out which layout it is (`auto`), and read all but the images."""
     plain_name = _plain(path.stem if path.is_file() else path.resolve().name)
+    by_hand = columns != ColumnChoice()
+    if by_hand and (files is None or kind in ("medmnist", "blood-cells", "folders")):
+        raise UserError("This layout has no table: leave out the options that name columns.")
+    if kind == "auto" and (columns.path or columns.label):
+        kind = "csv"  # who names these columns has a table of his own
     if files is None:
         if kind not in ("auto", "medmnist"):
             raise UserError(f"{path} is an .npz file, which kind {kind!r} does not read.")
@@ -122,19 +164,23 @@ def recognise(path: Path, files: Files | None, kind: Kind, task: str | None) -> 
         return kind == "auto" and table is not None and given in (None, table)
 
     if kind == "chest-xray14" or is_it(find_entries(files)):
-        return chest_xray(files, task)
+        return chest_xray(files, task, columns)
     if kind == "isic" or is_it(find_diagnoses(files)):
-        return isic(files, task)
+        return isic(files, task, columns)
     if task is not None:
         raise UserError(f"This data set knows no task {task!r}; leave --task out.")
-    if kind == "blood-cells" or (kind == "auto" and given is None and is_blood_cells(files)):
+    looks_like_cells = kind == "auto" and given is None and not by_hand and is_blood_cells(files)
+    if kind == "blood-cells" or looks_like_cells:
         return blood_cells(files)
     if kind in ("auto", "csv"):
-        table = given or find_labelled_table(files)
+        table = given or find_labelled_table(files, columns)
         if table is not None:
-            return labelled_table(files, table, plain_name)
-        if kind == "csv":
-            raise UserError(f"{path} holds no CSV with the columns path and label.")
+            return labelled_table(files, table, plain_name, columns)
+        if kind == "csv" or by_hand:
+            raise UserError(
+                f"{path} holds no CSV with the columns path and label: name them with --path-column"
+                " and --label-column, or give the CSV itself."
+            )
     return class_folders(files, plain_name)
 
 
@@ -147,7 +193,14 @@ def _plain(text: str) -> str:
     return kept or "images"
 
 
-def _key(path: Path, files: Files | None, listing: Listing, pixels: int, skip_bad: bool) -> str:
+def _key(
+    path: Path,
+    files: Files | None,
+    listing: Listing,
+    pixels: int,
+    skip_bad: bool,
+    asked: _Asked,
+) -> str:
     """Hash of the content and of all that decides what is made of it."""
     if files is None:
         with path.open("rb") as file:
@@ -157,6 +210,8 @@ def _key(path: Path, files: Files | None, listing: Listing, pixels: int, skip_ba
     how: tuple[object, ...] = (store.FORMAT, listing.kind, listing.task, pixels, skip_bad, content)
     if (version := store.listing_version(listing.kind)) > 1:
         how += (version,)  # only then: the keys of all other sets stay as they were
+    if asked != _UNASKED:
+        how += (asked,)
     return hashlib.sha256(repr(how).encode()).hexdigest()
 
 
@@ -179,9 +234,17 @@ def _decode_all(
     key: str,
     skip_bad: bool,
     progress: Progress | None,
+    asked: _Asked,
 ) -> DatasetInfo:
+    _, one_image_per_person, all_train = asked
     notes = list(listing.notes)
-    records = assign_splits(listing.records, len(listing.classes), notes)
+    records = assign_splits(listing.records, len(listing.classes), notes, all_train=all_train)
+    ungrouped = 0 if one_image_per_person else listing.unnamed
+    if ungrouped:
+        notes.append(
+            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name}: as long as"
+            " they do not, unit = 'group' is refused."
+        )
     bad = list(listing.missing)
     sizes: Counter[tuple[int, int]] = Counter()
     done = 0
@@ -224,6 +287,8 @@ def _decode_all(
             key=key,
             files=store.checksums(folder),
             listing=store.listing_version(listing.kind),
+            ungrouped_images=ungrouped,
+            one_image_per_person=one_image_per_person,
         )
         store.commit(folder, info)
     return info

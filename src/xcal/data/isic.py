@@ -8,12 +8,24 @@ from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, read_table, rows_or_none, tables
+from xcal.data.listing import (
+    ColumnChoice,
+    Listing,
+    Record,
+    alone,
+    chosen_column,
+    find_column,
+    group_name_of,
+    read_table,
+    rows_or_none,
+    tables,
+    unused_identifiers,
+)
 from xcal.errors import UserError
 
 _IMAGE = ("image_id", "isic_id", "image_name", "image")
 _DIAGNOSIS = ("dx", "diagnosis", "diagnosis_1", "benign_malignant")
-_GROUP = (("lesion_id", "lesion"), ("patient_id", "patient"))
+_GROUP = ("lesion_id", "patient_id")
 
 # Actinic keratoses and Bowen's disease, basal cell carcinoma, melanoma, squamous cell carcinoma.
 _MALIGNANT = {
@@ -58,13 +70,10 @@ def find_diagnoses(files: Files) -> str | None:
 
 def _columns(rows: list[dict[str, str]]) -> tuple[str | None, str | None]:
     columns = rows[0] if rows else {}
-    return (
-        next((c for c in _IMAGE if c in columns), None),
-        next((c for c in _DIAGNOSIS if c in columns), None),
-    )
+    return find_column(columns, _IMAGE), find_column(columns, _DIAGNOSIS)
 
 
-def isic(files: Files, task: str | None) -> Listing:
+def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     """Malignant against benign (default), or `task="diagnosis"`: every diagnosis a class."""
     if task not in (None, "malignant", "diagnosis"):
         raise UserError(f"task is {task!r}, but must be malignant or diagnosis.")
@@ -78,9 +87,10 @@ def isic(files: Files, task: str | None) -> Listing:
     image_column, diagnosis_column = _columns(rows)
     assert image_column is not None  # or the table would not have been found
     assert diagnosis_column is not None
-    group_column, group_name = next(
-        ((c, name) for c, name in _GROUP if c in rows[0]), (None, RECORD_GROUPS)
-    )
+    group_column = find_column(rows[0], _GROUP)
+    if choice.group is not None:
+        group_column = chosen_column(table, rows[0], choice.group, "--group-column")
+    group_name = RECORD_GROUPS if group_column is None else group_name_of(group_column)
     by_diagnosis = task == "diagnosis"
     rows_with = [row for row in rows if row.get(diagnosis_column, "").lower() not in _UNKNOWN]
     diagnoses = sorted({row[diagnosis_column].lower() for row in rows_with})
@@ -99,13 +109,13 @@ def isic(files: Files, task: str | None) -> Listing:
             Record(
                 id=image,
                 label=diagnoses.index(diagnosis) if by_diagnosis else int(diagnosis in _MALIGNANT),
-                group=f"{group_name} {own}" if own else f"file {image}",
+                group=f"{group_name} {own}" if own else alone(image),
                 split=None,
             )
         )
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    notes = []
+    notes = unused_identifiers(table, rows[0], (image_column, diagnosis_column, group_column))
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")
     if len(rows_with) < len(rows):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal, get_args
@@ -13,7 +14,9 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from xcal.config import nearest
 from xcal.data.files import BadFile, Files
+from xcal.data.images import RECORD_GROUPS
 from xcal.errors import UserError
 
 Split = Literal["train", "validation", "test"]
@@ -54,6 +57,85 @@ class Listing:
     """Files that are named but cannot be used, with the reason."""
     notes: tuple[str, ...] = ()
     """What the user should know about how the set was read."""
+
+    @property
+    def unnamed(self) -> int:
+        """Images of which the source names no group, in a set that has groups."""
+        if self.group_name == RECORD_GROUPS:
+            return 0
+        return sum(record.group == alone(record.id) for record in self.records)
+
+
+def alone(image: str) -> str:
+    """The group of an image of which the source names none."""
+    return f"file {image}"
+
+
+@dataclass(frozen=True)
+class ColumnChoice:
+    """Which columns of a table to read, where the user says so; None: found by name."""
+
+    path: str | None = None
+    label: str | None = None
+    group: str | None = None
+
+
+# What stands for a person or what is hers, alone or before a word for a number.
+_WHOSE = "patient|subject|person|participant|individual|case|study|exam|visit|mrn|lesion|accession"
+_IDENTIFIER = re.compile(rf".*({_WHOSE})s?(id|ids|identifier|number|num|no|nr|key|name|code|uid)?")
+_ID_AT_THE_END = re.compile(r"(?:.*[^A-Za-z])?[Ii][Dd]|.*[a-z](?:ID|UID)|.*InstanceUID")
+_IMAGE_ITSELF = re.compile(r"(image|img|file|picture|slice|sop|isic)", re.IGNORECASE)
+
+
+def plain_column(name: str) -> str:
+    """A column's name as it is compared: `PatientID`, `Patient ID` and `patient_id` are one."""
+    return re.sub(r"[\s_.\-]", "", name).casefold()
+
+
+def find_column(columns: Iterable[str], names: Sequence[str]) -> str | None:
+    """The column that bears the first of `names` that any bears."""
+    by_name = {plain_column(c): c for c in reversed(list(columns))}
+    return next((by_name[n] for n in map(plain_column, names) if n in by_name), None)
+
+
+def chosen_column(table: str, columns: Iterable[str], wanted: str, option: str) -> str:
+    """The column that the user named with `option`, or a refusal that names those there are."""
+    there = list(columns)
+    found = wanted if wanted in there else find_column(there, (wanted,))
+    if found is None:
+        raise UserError(
+            f"{table} has no column {wanted!r} for {option}.{nearest(wanted, there)} It has"
+            f" {', '.join(map(repr, there))}."
+        )
+    return found
+
+
+def group_name_of(column: str) -> str:
+    """What the groups of such a column are called."""
+    name = plain_column(column)
+    if name in ("group", "groupid"):
+        return "group"
+    for word in ("lesion", "case", "study", "picture"):
+        if word in name:
+            return word
+    return "patient" if _IDENTIFIER.fullmatch(name) else "group"
+
+
+def unused_identifiers(table: str, columns: Iterable[str], used: Iterable[str | None]) -> list[str]:
+    """A note where a column that was not read may say whose the images are."""
+    unused = [c for c in columns if c not in set(used)]
+    found = [
+        repr(c)
+        for c in unused
+        if not _IMAGE_ITSELF.search(c)
+        and (_IDENTIFIER.fullmatch(plain_column(c)) or _ID_AT_THE_END.fullmatch(c.strip()))
+    ]
+    if not found:
+        return []
+    return [
+        f"{table} has columns that may say whose an image is and that were not used:"
+        f" {', '.join(found)}. If one of them does, import with --group-column."
+    ]
 
 
 def read_table(files: Files, name: str) -> list[dict[str, str]]:
@@ -109,14 +191,22 @@ def rows_or_none(files: Files, name: str) -> list[dict[str, str]]:
 
 
 def assign_splits(
-    records: Sequence[Record], n_classes: int, notes: list[str], seed: int = 0
+    records: Sequence[Record],
+    n_classes: int,
+    notes: list[str],
+    seed: int = 0,
+    *,
+    all_train: bool = False,
 ) -> tuple[Record, ...]:
-    """Give every record a split; what a set brings of its own stays.
+    """Give every record a split; what a set brings of its own stays, unless `all_train`.
 
     Whole groups are moved, chosen at random from `seed` within the class that most of their
     images have. Validation is cut from training, never from test; where there is no test split
     either, that is cut from training first.
     """
+    if all_train:
+        notes.append("Every image is for training, as asked for: none is left to measure with.")
+        return tuple(replace(record, split="train") for record in records)
     given = {record.split for record in records}
     if given <= {"test"}:
         raise UserError("The set has a test split but no images to train on.")
@@ -136,7 +226,10 @@ def assign_splits(
         splits_of[record.group].add(record.split)
     torn = sum(len(splits) > 1 for splits in splits_of.values())
     if torn:
-        notes.append(f"{torn} groups stand in more than one of the splits that the set brings.")
+        notes.append(
+            f"{torn} groups stand in more than one of the splits that the set brings: they are in"
+            " training and are measured with, so that unit = 'group' is refused."
+        )
     return tuple(result)
 
 

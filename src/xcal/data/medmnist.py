@@ -13,7 +13,7 @@ from PIL import Image
 
 from xcal.data.decode import squared
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split
+from xcal.data.listing import Listing, Record, Split, alone
 from xcal.errors import UserError
 
 _PARTS: tuple[tuple[str, Split], ...] = (
@@ -69,7 +69,7 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
         for i, label in enumerate(labels):
             name = f"{split}/{i:06d}"
             place[name] = (images, i)
-            records.append(Record(name, int(label), f"file {name}", split))
+            records.append(Record(name, int(label), alone(name), split))
 
     def decode(record: Record, pixels: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
         images, i = place[record.id]
@@ -85,7 +85,7 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
         licence="CC BY-NC 4.0 (MedMNIST)" if stem.startswith("derma") else "CC BY 4.0 (MedMNIST)",
         records=tuple(records),
         decode=decode,
-        notes=("The file does not say whose images they are: every image counts as one person.",),
+        notes=("The file does not say whose images they are.",),
     )
 
 

@@ -71,6 +71,10 @@ class DatasetInfo:
     format: int = FORMAT
     listing: int = 1
     """The version of its kind in `LISTINGS`; sets from before there were any have none written."""
+    ungrouped_images: int = 0
+    """Images of which the source names no group, in a set that has groups."""
+    one_image_per_person: bool = False
+    """Declared by hand at the import."""
 
 
 def listing_version(kind: str) -> int:
@@ -259,7 +263,17 @@ def open_dataset(name: str, pixels: int | None = None) -> ImageData:
         if _sha256(path) != expected["sha256"]:
             raise _damaged(name, file)
     train, validation, test = (_open_split(folder, split, info.pixels) for split in SPLITS)
-    return ImageData(name, info.classes, info.group_name, info.licence, train, validation, test)
+    return ImageData(
+        name,
+        info.classes,
+        info.group_name,
+        info.licence,
+        train,
+        validation,
+        test,
+        ungrouped_images=info.ungrouped_images,
+        groups_declared=info.one_image_per_person,
+    )
 
 
 def _open_split(folder: Path, split: str, pixels: int) -> Images:

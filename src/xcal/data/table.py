@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Sequence
 
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file, group_of_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split, read_table, rows_or_none, tables
+from xcal.data.listing import (
+    ColumnChoice,
+    Listing,
+    Record,
+    Split,
+    alone,
+    chosen_column,
+    find_column,
+    group_name_of,
+    read_table,
+    rows_or_none,
+    tables,
+    unused_identifiers,
+)
 from xcal.errors import UserError
 
-_PATH = ("path", "file", "filename", "file_name", "image", "image_path")
+# Compared without case, spaces, underscores, hyphens and dots (`plain_column`).
+_PATH = ("path", "file", "filename", "image", "image_path", "file_path", "image_file")
 _LABEL = ("label", "class", "target", "diagnosis")
-_GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion_id")
+_GROUP = (
+    "group group_id patient patient_id patient_number patient_no subject subject_id person"
+    " person_id participant participant_id mrn lesion lesion_id"
+).split()
 _SPLIT = ("split", "set", "fold")
 _SPLIT_OF: dict[str, Split] = {
     "train": "train",
@@ -25,28 +43,39 @@ _SPLIT_OF: dict[str, Split] = {
 }
 
 
-def find_labelled_table(files: Files) -> str | None:
-    """The shallowest CSV that has a path and a label column."""
-    for name in tables(files):
+def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
+    """The shallowest CSV that has a path and a label column, or the only one there is."""
+    names = tables(files)
+    for name in names:
         rows = rows_or_none(files, name)
-        columns = {c.lower() for c in rows[0]} if rows else set()
-        if columns.intersection(_PATH) and columns.intersection(_LABEL):
+        wanted = [
+            [choice.path] if choice.path else _PATH,
+            [choice.label] if choice.label else _LABEL,
+        ]
+        if rows and all(find_column(rows[0], some) for some in wanted):
             return name
-    return None
+    # With columns named by hand, what is wrong with the one table there is is worth saying.
+    return names[0] if len(names) == 1 and (choice.path or choice.label) else None
 
 
-def labelled_table(files: Files, table: str, name: str) -> Listing:
+def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> Listing:
     """Read the set that `table` describes; paths are relative to the table's folder."""
     rows = read_table(files, table)
-    column = {c.lower(): c for c in rows[0]}
 
-    def first(names: tuple[str, ...]) -> str | None:
-        return next((column[n] for n in names if n in column), None)
+    def column(wanted: str | None, option: str, names: Sequence[str]) -> str | None:
+        if wanted is not None:
+            return chosen_column(table, rows[0], wanted, option)
+        return find_column(rows[0], names)
 
-    path_column, label_column = first(_PATH), first(_LABEL)
-    group_column, split_column = first(_GROUP), first(_SPLIT)
+    path_column = column(choice.path, "--path-column", _PATH)
+    label_column = column(choice.label, "--label-column", _LABEL)
+    group_column = column(choice.group, "--group-column", _GROUP)
+    split_column = find_column(rows[0], _SPLIT)
     if path_column is None or label_column is None:
-        raise UserError(f"{table} needs the columns path and label; it has {', '.join(rows[0])}.")
+        raise UserError(
+            f"{table} needs the columns path and label; it has {', '.join(rows[0])}: say which they"
+            " are with --path-column and --label-column."
+        )
     classes = tuple(sorted({row.get(label_column, "") for row in rows} - {""}))
     if len(classes) < 2:
         raise UserError(f"{table}: column {label_column!r} holds fewer than two classes.")
@@ -82,15 +111,15 @@ def labelled_table(files: Files, table: str, name: str) -> Listing:
             group = row.get(group_column, "") if group_column else ""
             own = None if group else group_of_file(files, path)
             by_file_patient |= own is not None
-            group = f"group {group}" if group else own or f"file {path}"
+            group = f"group {group}" if group else own or alone(path)
             records.append(Record(path, numbers[label], group, split))
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
     if group_column is not None:
-        group_name = "lesion" if "lesion" in group_column.lower() else "patient"
-        group_name = "group" if group_column.lower() == "group" else group_name
+        group_name = group_name_of(group_column)
     else:
         group_name = "patient" if by_file_patient else RECORD_GROUPS
+    used = (path_column, label_column, group_column, split_column)
     return Listing(
         kind="csv",
         default_name=name,
@@ -101,4 +130,5 @@ def labelled_table(files: Files, table: str, name: str) -> Listing:
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         missing=tuple(missing),
+        notes=tuple(unused_identifiers(table, rows[0], used)),
     )

@@ -44,7 +44,7 @@ def card_text(
         _section("Intended use", [INTENDED_USE]),
         _section("Privacy", _privacy(statement, result)),
         _section("Measured on the test images", _metrics(data, result)),
-        _section("Data", _data(experiment, data, result)),
+        _section("Data", _data(experiment, data, statement, result)),
         _section("Limits", _bullets([*LIMITS, *_own_limits(statement, result)])),
         _section("How it was made", _making(experiment, result)),
     ]
@@ -61,7 +61,7 @@ def _heading(data: ImageData, result: Mapping[str, Any]) -> str:
 
 
 def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
-    lines = [statement["promise"]]
+    lines = [*statement["opening"], "", statement["promise"]]
     if result["epsilon_target"] is not None:
         spent = [c["epsilon_spent"] for c in result["clients"] if c["epsilon_spent"] is not None]
         lines += [
@@ -91,6 +91,9 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
             f"- Guaranteed: nothing, ε = ∞. Nominal: ε = {result['epsilon_nominal']:g},"
             f" {result['noise']} noise on part of each update.",
         ]
+    plugins = _bullets([_plain(text) for text in statement["plugins"]])
+    if plugins:
+        lines += ["", "Plug-ins:", "", *plugins]
     return [*lines, "", "The whole statement is in `statement.txt`."]
 
 
@@ -136,7 +139,12 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _data(experiment: Experiment, data: ImageData, result: Mapping[str, Any]) -> list[str]:
+def _data(
+    experiment: Experiment,
+    data: ImageData,
+    statement: Mapping[str, Any],
+    result: Mapping[str, Any],
+) -> list[str]:
     grouped = data.group_name != RECORD_GROUPS
     units = [str(client["units"]) for client in result["clients"]]
     unit = data.group_name if experiment.unit == "group" and grouped else "image"
@@ -153,6 +161,7 @@ def _data(experiment: Experiment, data: ImageData, result: Mapping[str, Any]) ->
     for name, images in (("Validation", data.validation), ("Test", data.test)):
         groups = f" of {len(np.unique(images.groups))} {data.group_name}s" if grouped else ""
         lines.append(f"{name}: {_count(len(images), 'image')}{groups if len(images) else ''}.")
+    lines.append(f"Measured on: {_plain(statement['public_images'])}.")
     return _bullets(lines)
 
 

@@ -52,7 +52,7 @@ class ServerSite:
         path = self.home / "replay.key"
         if not path.exists():
             write_bytes(path, secrets.token_bytes(32))
-        context = repr((experiment.resolved(), torch.__version__, np.__version__))
+        context = repr((experiment.identity(), torch.__version__, np.__version__))
         return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 

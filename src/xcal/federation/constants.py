@@ -1,8 +1,9 @@
 """Public constants for a head that reads columns: made of public images, kept in a weights file.
 
 The images are the data set's validation images, which no guarantee covers: they are public, as
-everywhere in this package. Labels are not looked at. Clients elsewhere get the file, like any
-published weights; the request's digest of frozen parts refuses a client that has another one.
+everywhere in this package, and at homes of a real population somebody must have agreed. Labels are
+not looked at. Clients elsewhere get the file, like any published weights; the request's digest of
+frozen parts refuses a client that has another one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from xcal.data.sampling import to_tensor
 from xcal.data.store import home
 from xcal.errors import UserError
 from xcal.federation.files import write_tensors
-from xcal.federation.setup import DATA_SEED
+from xcal.federation.setup import AGREE, DATA_SEED, may_measure
 from xcal.models.columns import CONSTANTS, constants_of
 from xcal.models.registry import build_network
 from xcal.models.split import Split
@@ -57,6 +58,12 @@ def with_constants(experiment: Experiment) -> Experiment:
 
 def public_images(experiment: Experiment) -> Images:
     """The validation images that the constants are made of, evenly spread over the set's."""
+    if not may_measure(experiment):
+        raise UserError(
+            f"head_reads = {experiment.head_reads!r} needs constants, which would be made of the"
+            f" validation images of {experiment.data}: give weights that `xcal data constants` made"
+            f" of a public set, or {AGREE}."
+        )
     images = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED).validation
     if len(images) < FEWEST_IMAGES:
         raise UserError(

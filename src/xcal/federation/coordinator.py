@@ -16,7 +16,14 @@ from torch import nn
 
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
-from xcal.federation.exchange import RoundReply, RoundRequest, Weights, check_weights, load_weights
+from xcal.federation.exchange import (
+    Question,
+    RoundReply,
+    RoundRequest,
+    Weights,
+    check_weights,
+    load_weights,
+)
 from xcal.federation.folder import RunFolder
 from xcal.federation.messages import (
     MAX_HEADER,
@@ -59,16 +66,6 @@ class Silent:
     def round(self, record: dict[str, Any]) -> None: ...
 
     def say(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the server asks of one client."""
-
-    client: str
-    request: RoundRequest
-    weights: Weights
-    head: Head | None  # the client's ledger as last seen: a shorter one is noticed
 
 
 Answer = RoundReply | Refusal | None  # None: no answer in time
@@ -172,6 +169,10 @@ class State:
     server: Any = None  # the rule's
 
 
+class Diverged(UserError):
+    """Training left the range of finite numbers."""
+
+
 def load_state(folder: RunFolder, first: Weights, rule: ServerRule, device: str) -> State:
     """Where the run stands: after its last complete round, or at the beginning."""
     found = folder.load_checkpoint()
@@ -230,7 +231,9 @@ class Coordinator:
         self._validation = (
             None if judged is None else PublicImages(judged, experiment.device, experiment.keep_mb)
         )
-        self._explained = public_subset(validation, experiment.road_images)
+        self._explained = (
+            public_subset(validation, experiment.road_images) if federation.explains else None
+        )
 
     def run(self, transport: Transport) -> nn.Module:
         """All rounds that are left; the reported model, whose state is checkpointed."""
@@ -311,7 +314,7 @@ class Coordinator:
         self.progress.round(record)
 
     def _diverged(self, t: int) -> None:
-        raise UserError(
+        raise Diverged(
             f"Training diverged in round {t + 1}: lower lr (now {self.federation.experiment.lr:g})."
         )
 

@@ -28,6 +28,17 @@ class RoundRequest:
 
 
 @dataclass(frozen=True)
+class Question:
+    """What the server asks of one client, and what goes with it."""
+
+    client: str
+    request: RoundRequest
+    weights: Weights
+    head: Head | None = None  # the client's ledger as last seen: a shorter one is noticed
+    frozen: str | None = None  # digest of what does not train; None: asked in this very process
+
+
+@dataclass(frozen=True)
 class ClientReport:
     """What a client tells about a round: functions of its releases and of public constants.
 
@@ -47,6 +58,7 @@ class ClientReport:
     ledger_rows: int | None
     ledger_hash: str | None
     noise: str | None = None  # what it comes from: secure, or seeded in a simulation
+    add_remove: bool = False  # whether adding or removing one unit is covered like zeroing it
 
     @property
     def head(self) -> Head | None:

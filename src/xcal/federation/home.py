@@ -13,31 +13,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 
-from xcal.config import Experiment, make_experiment, read_pinned, read_toml, to_toml
+from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, read_pinned, read_toml, to_toml
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
 from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.federation.files import whole_lines, write_bytes
-from xcal.federation.policy import Policy, admit_plan, read_policy, read_table
-from xcal.federation.setup import DATA_SEED, load_parts
-from xcal.federation.site import Site
+from xcal.federation.policy import Policy, read_policy, read_table
+from xcal.federation.refusals import Refused
+from xcal.federation.setup import DATA_SEED, check_groups_known, load_parts, settled
+from xcal.federation.site import Held, Site
+from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.ledger_rows import Head, Terms
+from xcal.privacy.ledger_rows import Terms
 from xcal.privacy.noise import NoiseSource, SeededNoise
-from xcal.training.local import LocalData
+from xcal.training.local import LocalData, TooManyUnits
 
 
 class HomeTable(BaseModel):
@@ -56,6 +59,11 @@ class HomeTable(BaseModel):
         None, description="instead of data: an experiment file of whose partition it has a part"
     )
     shard: Annotated[int, Field(ge=0)] = Field(0, description="which part, from 0")
+    units: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="number of units to plan, draw and weigh with, at least as many as there are;"
+        " the rest draw nothing. Not given: they are counted, and their number becomes public",
+    )
     weights: str | None = Field(None, description="published weights that the network starts from")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where this client computes")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="0 takes all cores")
@@ -81,6 +89,34 @@ class HomeTable(BaseModel):
 
 
 @dataclass(frozen=True)
+class Owner:
+    """What decides for a client beside the request.
+
+    `policy` and `about` are None where there is nothing but a ledger: its limits decide alone.
+    """
+
+    home: Path
+    policy: Policy | None = None
+    about: HomeTable | None = None
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.home / "ledger.sqlite"
+
+
+def read_owner(home: Path) -> Owner:
+    """Who decides at a home given by path; one sentence about what is wrong with its files.
+
+    A folder with `home.toml` or `policy.toml` is held to its policy. One with neither, as `xcal
+    ledger create` makes it, is held to its ledger.
+    """
+    if not any((home / name).exists() for name in ("home.toml", "policy.toml")):
+        return Owner(home)
+    opened = ClientHome.open(home)
+    return Owner(home, opened.policy, opened.about)
+
+
+@dataclass(frozen=True)
 class OwnImages:
     """A client's training images, how bright they are, and how many classes there are."""
 
@@ -91,8 +127,9 @@ class OwnImages:
 
 # A process that answers many rounds reads its images once.
 @lru_cache(maxsize=8)
-def _own_images(name: str, pixels: int, group_cap: int | None) -> OwnImages:
+def _own_images(name: str, pixels: int, unit: str, group_cap: int | None) -> OwnImages:
     data = catalog.load(name, pixels=pixels)
+    check_groups_known(unit, data)
     images = data.train
     if group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
@@ -102,7 +139,12 @@ def _own_images(name: str, pixels: int, group_cap: int | None) -> OwnImages:
 
 @lru_cache(maxsize=2)
 def _parts(experiment: Experiment) -> tuple[ImageData, Partition]:
-    return load_parts(experiment)
+    _, data, parts = load_parts(experiment)
+    return data, parts
+
+
+# Which unit a trial's data set asks for is looked up once.
+_settled = lru_cache(maxsize=8)(settled)
 
 
 @dataclass(frozen=True)
@@ -131,6 +173,18 @@ class ClientHome:
     @property
     def ledger_path(self) -> Path:
         return self.path / "ledger.sqlite"
+
+    @property
+    def name(self) -> str:
+        return self.about.client
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.path, self.policy, self.about)
+
+    @property
+    def threads(self) -> int:
+        return self.about.threads
 
     def noise(self) -> NoiseSource:
         """The operating system's for a real client; a seed of the owner's for a simulated one."""
@@ -163,7 +217,10 @@ class ClientHome:
             "pass_rows": about.pass_rows,
             "keep_mb": about.keep_mb,
         }
-        return make_experiment({**keys, **own}, "the request")
+        made = make_experiment({**BEFORE_THE_KEY, **keys, **own}, "the request")
+        if made.unit is None:
+            raise UserError("The request does not say which unit it protects: refused.")
+        return made
 
     def trial(self) -> Experiment:
         """The experiment of whose partition this client has a part, where it has no own data."""
@@ -171,15 +228,15 @@ class ClientHome:
         path = self._beside(self.about.experiment)
         values = read_toml(path)
         whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
-        if whole <= set(values):  # a run's own file, in which presets are resolved
-            return read_pinned(path)
-        return make_experiment(values, str(path))
+        pinned = whole - set(BEFORE_THE_KEY) <= set(values)  # a run's own file: presets resolved
+        return _settled(read_pinned(path) if pinned else make_experiment(values, str(path)))
 
     def images(self, experiment: Experiment) -> OwnImages:
         """This client's training images at what the request asks for."""
         if self.about.data is not None:
             capped = self.about.group_cap if experiment.unit == "record" else None
-            return _own_images(self.about.data, experiment.pixels, capped)
+            unit = experiment.privacy_unit
+            return _own_images(self.about.data, experiment.pixels, unit, capped)
         whole = self.trial()
         for key in ("pixels", "unit"):
             if getattr(whole, key) != getattr(experiment, key):
@@ -193,32 +250,30 @@ class ClientHome:
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
 
-    def site(
-        self,
-        experiment: Experiment,
-        own: OwnImages,
-        build_model: Callable[[], nn.Module],
-        head: Head | None = None,
-    ) -> Site:
-        """This client, ready for a round of the experiment."""
-        return Site(
-            client=self.about.client,
-            home=self.path,
-            data=LocalData(
+    def hold(self, experiment: Experiment) -> Held:
+        """This client's data and noise for a round of the experiment."""
+        own = self.images(experiment)
+        try:
+            data = LocalData(
                 own.images,
-                unit=experiment.unit,
+                unit=experiment.privacy_unit,
                 images_per_unit=experiment.images_per_unit,
                 views=experiment.views,
                 augment=experiment.augment,
                 brightness=own.brightness,
                 device=self.about.device,
-            ),
+                declared_units=self.about.units,
+            )
+        except TooManyUnits as error:  # a code that says no more than that the owner must look
+            raise Refused("home", str(error)) from error
+        site = Site(
+            client=self.about.client,
+            home=self.path,
+            data=data,
             noise=self.noise(),
-            build_model=build_model,
-            expected_head=head,
-            sigma_floor=self.policy.sigma_min,
-            admit=partial(admit_plan, self.policy),
+            build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
+        return Held(site, own.classes, own.images.pixels.shape[1])
 
     def log_message(self, direction: str, kind: str, fields: dict[str, int]) -> None:
         """Names and sizes of what was sent or received, if the owner wants them."""
@@ -245,6 +300,19 @@ def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
     long = len(detail) > _LONGEST_DETAIL
     told = f"{detail[:half]} … {detail[-half:]}" if long else detail
     append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about})
+
+
+@contextmanager
+def logged(home: Path, about: Mapping[str, Any]) -> Iterator[None]:
+    """Within: what is refused or fails is written down at the home, with its detail."""
+    try:
+        yield
+    except Refused as refusal:
+        log_refusal(home, refusal.code, str(refusal), **about)
+        raise
+    except Exception:
+        log_refusal(home, "internal", traceback.format_exc(), **about)
+        raise
 
 
 def append_line(path: Path, value: dict[str, Any]) -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Literal
 
 from xcal.data import catalog
+from xcal.data.images import Images
+from xcal.data.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
+from xcal.federation.setup import check_groups_known
 from xcal.federation.site import remembered_head
 from xcal.privacy.ledger_head import check_clock
 from xcal.privacy.ledger_rows import check_head, read_rows, terms_of, verify
+from xcal.training.local import TooManyUnits, check_declared_units
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -32,7 +36,7 @@ def check_home(home: ClientHome) -> list[Finding]:
         Finding("ok", "home.toml and policy.toml: in order"),
         *_ledger(home),
         *_memory(home),
-        *_data(home),
+        *_data(home, home.policy.unit),
         *_policy(home),
         *_modes(home),
     ]
@@ -84,15 +88,29 @@ def _memory(home: ClientHome) -> list[Finding]:
     return found
 
 
-def _data(home: ClientHome) -> list[Finding]:
+def _declaration(home: ClientHome, images: Images, unit: str) -> Finding:
+    told, declared = f"data: {len(images)} training images", home.about.units
+    if declared is None:
+        return Finding("ok", f"{told} (their number of units becomes public: units declares one)")
+    sizes = UnitTable.groups(images.groups).sizes
+    kept = sizes if home.about.group_cap is None else sizes.clip(max=home.about.group_cap)
+    try:
+        check_declared_units(len(sizes) if unit == "group" else int(kept.sum()), declared)
+    except TooManyUnits as error:
+        return Finding("problem", str(error))
+    return Finding("ok", f"{told} (that there are up to {declared} units becomes public)")
+
+
+def _data(home: ClientHome, unit: str) -> list[Finding]:
     found = []
     try:
         if home.about.data is not None:
-            images = catalog.load(home.about.data).train
+            data = catalog.load(home.about.data)
+            check_groups_known(home.policy.unit, data)
+            images = data.train
         else:
             images = home.images(home.trial()).images
-        told = f"data: {len(images)} training images (their number of units becomes public)"
-        found.append(Finding("ok", told))
+        found.append(_declaration(home, images, unit))
     except UserError as error:
         found.append(Finding("problem", f"the data cannot be had: {error}"))
     weights = home.about.weights

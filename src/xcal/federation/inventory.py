@@ -44,7 +44,8 @@ INVENTORY: tuple[Field, ...] = (
         "reply",
         "number of units n",
         "public",
-        "declared; the same for neighbouring data sets, since a null unit is a unit",
+        "declared in `home.toml`, whatever the data hold; where it is counted instead, the same for"
+        " zero-out neighbours, since a null unit is a unit",
     ),
     Field(
         "report.steps",
@@ -106,6 +107,13 @@ INVENTORY: tuple[Field, ...] = (
         " secret of the client's",
     ),
     Field("report.noise", "reply", "secure or seeded", "public", "how the client is set up"),
+    Field(
+        "report.add_remove",
+        "reply",
+        "whether adding or removing one unit is covered too",
+        "public",
+        "how the client is set up: `units` in `home.toml`, and no cap on images",
+    ),
     Field("trace.round", "reply", "the round of each step", "public", "repeats the request"),
     Field("trace.step", "reply", "the number of each step", "public", "counts the steps"),
     Field(
@@ -145,7 +153,7 @@ HEAD = """# What a client sends
 
 Made from `src/xcal/federation/inventory.py` by `python docs/make_messages.py`; a test compares it
 with the fields of the messages and with the log of a real run. A client's owner can withhold every
-`report.` and `trace.` field but `client`, `units`, `halted` and `noise` (`report` in
+`report.` and `trace.` field but `client`, `units`, `halted`, `noise` and `add_remove` (`report` in
 `policy.toml`); a withheld field is sent as null. With `message_log = true` in `home.toml` a client
 writes names and sizes of all that it sends to `messages.jsonl`.
 

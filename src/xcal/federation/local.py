@@ -5,31 +5,36 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from xcal.config import Experiment
+from xcal.federation.admission import check_same_data, to_the_user
+from xcal.federation.answer import respond
 from xcal.federation.central import ServerSite, server_rule
 from xcal.federation.coordinator import (
     Answer,
     Carrier,
     Coordinator,
     Progress,
-    Question,
     Remote,
     Silent,
     Transport,
 )
+from xcal.federation.exchange import Question
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
+from xcal.federation.home import Owner, read_owner
+from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
-from xcal.federation.rounds import client_round
-from xcal.federation.setup import Federation, prepare
+from xcal.federation.refusals import Refused
+from xcal.federation.setup import Federation, ask_homes, prepare
 from xcal.federation.simulated import make_ledger
-from xcal.federation.site import Site, keep_freed_memory, torch_threads
+from xcal.federation.site import Held, Site, keep_freed_memory, torch_threads
 from xcal.models.registry import build_network
 from xcal.privacy.ahead import SecureNoiseAhead
 from xcal.privacy.noise import NoiseSource, SeededNoise
@@ -38,14 +43,29 @@ from xcal.training.local import LocalData
 __all__ = ["InProcess", "Progress", "Silent", "public_subset", "run_experiment"]
 
 
+@dataclass(frozen=True)
+class LocalClient:
+    """A client of this very process: its part of the experiment's data stays in memory."""
+
+    name: str
+    owner: Owner
+    held: Held
+    part: int
+    threads: int = 0  # as many as the process has
+
+    def hold(self, experiment: Experiment) -> Held:
+        check_same_data(self.owner, experiment, self.part)
+        return self.held
+
+
 class InProcess:
     """A transport to clients of this very process, one after the other.
 
-    Server and clients are one user here, so a client's error is shown as it is.
+    Server and clients are one user here, so a client's refusal is shown with its reason.
     """
 
-    def __init__(self, sites: Sequence[Site], on_step: Callable[[int], None]) -> None:
-        self._sites = {site.client: site for site in sites}
+    def __init__(self, clients: Sequence[LocalClient], on_step: Callable[[int], None]) -> None:
+        self._clients = {client.name: client for client in clients}
         self._on_step = on_step
 
     def ask(
@@ -54,9 +74,14 @@ class InProcess:
         return {q.client: self._answer(q) for q in questions}
 
     def _answer(self, question: Question) -> Answer:
-        site = self._sites[question.client]
-        site.expected_head = question.head
-        return client_round(question.request, question.weights, site, self._on_step)
+        client = self._clients[question.client]
+        try:
+            with to_the_user(client.owner):
+                return respond(client, question, self._on_step)
+        except Refused as refusal:
+            if refusal.code != "diverged":  # which ends the run wherever its clients are
+                raise
+            return Refusal(client.name, refusal.code)
 
     def late(self) -> list[str]:
         return []
@@ -109,17 +134,30 @@ def _run(
         federation.server_plan,
         ServerSite(folder.about["run"], folder.path / "server", server_noise(federation)),
     )
+    _tell_unmeasured(folder, federation, progress)
     coordinator = Coordinator(folder, federation, rule, progress)
     state = coordinator.state
     write_preamble(folder, federation, state.reports)
     transport: Transport
     if carrier is None:
-        transport = InProcess(_make_sites(folder, federation, set(state.heads)), progress.step)
+        clients = make_clients(folder, federation, set(state.heads))
+        if state.rounds < experiment.rounds:
+            ask_homes(federation, folder.about["run"])
+        transport = InProcess(clients, progress.step)
     else:
         transport = Remote(carrier, coordinator.model, progress)
     model = coordinator.run(transport)
     seconds = time.monotonic() - started
     return _finish(folder, federation, model, state.reports, rule.report(state.server), seconds)
+
+
+def _tell_unmeasured(folder: RunFolder, federation: Federation, progress: Progress) -> None:
+    """Say and write down what the run will not be able to measure, before its first step."""
+    about, found = folder.about, list(federation.warnings)
+    if about.get("unmeasured", []) != found:
+        write_json(folder.path / "run.json", {**about, "unmeasured": found})
+    for text in found:
+        progress.say(text)
 
 
 def server_noise(federation: Federation) -> NoiseSource:
@@ -137,40 +175,38 @@ def _noise(experiment: Experiment) -> NoiseSource:
     return SeededNoise(experiment.seed, paired=experiment.paired)
 
 
-def _make_sites(folder: RunFolder, federation: Federation, known: set[str]) -> list[Site]:
-    """One site a client. A simulated home is made once; a home given by path must have a ledger.
+def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> list[LocalClient]:
+    """The clients. A simulated home is made once; a home given by path must have a ledger.
 
     `known`: clients that have answered before, whose ledgers must be there.
     """
-    experiment = federation.experiment
+    experiment, classes = federation.experiment, len(federation.data.classes)
     assert federation.parts is not None
-    sites = []
+    clients = []
     for client, shard in enumerate(federation.parts.shards):
         name = str(client)
         if experiment.homes is not None:
-            home = Path(experiment.homes[client])
+            owner = read_owner(Path(experiment.homes[client]))
         else:
-            home = folder.client_home(name)
-            path = home / "ledger.sqlite"
-            if not path.exists() and name not in known:
-                make_ledger(path, federation, client)
-        sites.append(
-            Site(
-                client=name,
-                home=home,
-                data=LocalData(
-                    federation.data.train.take(shard.indices),
-                    unit=experiment.unit,
-                    images_per_unit=experiment.images_per_unit,
-                    brightness=shard.brightness,
-                    device=experiment.device,
-                    views=experiment.views,
-                    augment=experiment.augment,
-                ),
-                noise=_noise(experiment),
-                build_model=lambda: build_network(experiment, len(federation.data.classes)).to(
-                    experiment.device
-                ),
-            )
+            owner = Owner(folder.client_home(name))
+            if not owner.ledger_path.exists() and name not in known:
+                make_ledger(owner.ledger_path, federation, client)
+        site = Site(
+            client=name,
+            home=owner.home,
+            data=LocalData(
+                federation.data.train.take(shard.indices),
+                unit=experiment.privacy_unit,
+                images_per_unit=experiment.images_per_unit,
+                brightness=shard.brightness,
+                device=experiment.device,
+                views=experiment.views,
+                augment=experiment.augment,
+                declared_units=federation.declared[client] if federation.declared else None,
+            ),
+            noise=_noise(experiment),
+            build_model=lambda: build_network(experiment, classes).to(experiment.device),
         )
-    return sites
+        side = federation.data.train.pixels.shape[1]
+        clients.append(LocalClient(name, owner, Held(site, classes, side), client))
+    return clients

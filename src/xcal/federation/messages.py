@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # The experiment's keys that a request carries: what the client's own training depends on.
 WIRE_KEYS = frozenset(
     "method pixels network norm output_stride head_reads train train_norm rounds local_epochs"
-    " epsilon delta unit images_per_unit batch lr clip optimizer momentum q alpha beta"
+    " epsilon delta accountant unit images_per_unit batch lr clip optimizer momentum q alpha beta"
     " gamma fill tau"
     " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
     " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"
@@ -46,7 +46,7 @@ WIRE_KEYS = frozenset(
 LOCAL_KEYS = frozenset(
     "preset data train_images weights clients participants quorum round_timeout average"
     " aggregation trim partition concentration units_per_client keep_groups homes noise paired seed"
-    " threads chunk pass_rows device keep_mb group_cap"
+    " threads chunk pass_rows device keep_mb group_cap public_validation public_validation_by"
     " validation_images road_images road_every road_test_images".split()
 )
 

@@ -10,14 +10,21 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xcal.data.images import Images
+from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.federation.card import card_text
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
+from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.privacy.calibration import Plan
-from xcal.privacy.statement import Situation, make_statement, statement_text
+from xcal.privacy.statement import (
+    PLUGINS,
+    Measured,
+    Situation,
+    make_statement,
+    statement_text,
+)
 from xcal.training.evaluate import (
     Predictions,
     PublicImages,
@@ -83,20 +90,57 @@ def write_preamble(
     statement = make_statement(
         Situation(
             method=experiment.method,
-            unit=experiment.unit,
+            unit=experiment.privacy_unit,
             noise=noise_of(federation, reports),
             plans=plans,
             shared_units=parts is not None and parts.shared_units,
             groups_split=parts is not None and parts.groups_split,
-            group_name=federation.data.group_name,
+            group_name=_group_name(federation.data),
             group_cap=experiment.group_cap,
             server_plan=federation.server_plan,
             epsilon_nominal=nominal_epsilon(federation.method, experiment),
             preset=experiment.preset,
+            add_remove=add_remove_of(federation, reports),
+            plugins={key: name for key in PLUGINS if ":" in (name := getattr(experiment, key))},
+            measured=_measured(federation),
+            # Of a data set whose training images nobody here trains on it says nothing.
+            shared_groups=parts is not None and federation.data.shared_groups > 0,
+            groups_declared=federation.data.groups_declared,
         )
     )
     write_json(folder.path / "statement.json", statement)
     write_bytes(folder.path / "statement.txt", statement_text(statement).encode())
+
+
+def add_remove_of(
+    federation: Federation, reports: Mapping[str, Mapping[str, Any]]
+) -> frozenset[str]:
+    """Clients at which one unit may also come or go: by the homes given, or by what they report."""
+    if federation.parts is None:
+        return frozenset(name for name, report in reports.items() if report.get("add_remove"))
+    return frozenset(
+        name
+        for name, units in zip(federation.names, federation.declared, strict=False)
+        if add_remove_holds(units is not None, federation.experiment)
+    )
+
+
+def _group_name(data: ImageData) -> str:
+    """What a person is called: nothing where it is not known of every image whose it is."""
+    return data.group_name if data.groups_known else RECORD_GROUPS
+
+
+def _measured(federation: Federation) -> Measured:
+    """Which public images this run is measured on: subsets of one size lie within another."""
+    experiment, data = federation.experiment, federation.data
+    judged = max(experiment.validation_images, experiment.road_images)
+    return Measured(
+        data.name,
+        min(judged, len(data.validation)),
+        len(data.test),
+        experiment.public_validation_by,
+        lead=federation.parts is None,
+    )
 
 
 def noise_of(federation: Federation, reports: Mapping[str, Mapping[str, Any]]) -> str:
@@ -120,16 +164,18 @@ def finish(
     server: dict[str, Any] | None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Measure on the whole test set and write the result, last of all."""
+    """Measure on the whole test set, if there is one, and write the result, last of all."""
     experiment, about = federation.experiment, folder.about
-    test = predict(model, federation.data.test, device=experiment.device)
-    _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
+    test = measure_test(model, federation)
+    if len(test.labels):
+        _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
     write_tensors(
         folder.path / "model.safetensors",
         model.state_dict(),
         {"network": experiment.network, "classes": list(federation.data.classes)},
     )
-    subset = public_subset(federation.data.test, experiment.road_test_images)
+    wanted = experiment.road_test_images if federation.explains else 0
+    subset = public_subset(federation.data.test, wanted)
     explanations = (
         explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
     )
@@ -142,7 +188,7 @@ def finish(
         "method": experiment.method,
         "data": experiment.data,
         "network": experiment.network,
-        "macro_f1": test.macro_f1(),
+        "macro_f1": test.macro_f1() if len(test.labels) else None,
         "road": road.get("road"),
         "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
@@ -150,7 +196,11 @@ def finish(
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
         "delta": experiment.delta if private or central is not None else None,
-        "unit": central.unit if central is not None else experiment.unit if private else None,
+        "unit": central.unit
+        if central is not None
+        else experiment.privacy_unit
+        if private
+        else None,
         "noise": None if nominal is None and central is None else noise_of(federation, reports),
         "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,
@@ -169,6 +219,7 @@ def finish(
         ],
         "server": server,
         "classification": test.metrics(),
+        "unmeasured": list(federation.warnings),
         "explanations": explanations,
         "rounds": experiment.rounds,
         "threads": about["threads"],
@@ -178,10 +229,25 @@ def finish(
         "versions": about["versions"],
         "command": about["command"],
     }
-    card = card_text(experiment, federation.data, read_json(folder.path / "statement.json"), result)
-    write_bytes(folder.path / "card.md", card.encode())
+    if test is not None:
+        statement = read_json(folder.path / "statement.json")
+        card = card_text(experiment, federation.data, statement, result)
+        write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
+
+
+def measure_test(model: nn.Module, federation: Federation) -> Predictions:
+    """The model's answers to the test images; of the right shape also where there are none."""
+    images, classes = federation.data.test, len(federation.data.classes)
+    if len(images):
+        return predict(model, images, device=federation.experiment.device)
+    return no_predictions(classes)
+
+
+def no_predictions(classes: int) -> Predictions:
+    none = np.zeros(0, dtype=np.int64)
+    return Predictions(none, none, np.zeros(0), np.zeros((0, classes)))
 
 
 def unused_keys(method: Method, given: Sequence[str]) -> list[str]:

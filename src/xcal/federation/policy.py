@@ -20,7 +20,7 @@ from xcal.privacy.ledger_rows import RunTerms, covers
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 # Without these an answer is none; everything else in a report is the owner's choice.
-ALWAYS_REPORTED = ("client", "units", "halted", "noise")
+ALWAYS_REPORTED = ("client", "units", "halted", "noise", "add_remove")
 REPORTABLE = (
     *(f.name for f in fields(ClientReport) if f.name not in ALWAYS_REPORTED),
     "trace",
@@ -113,7 +113,7 @@ def admit_experiment(policy: Policy, experiment: Experiment) -> None:
         raise Refused(
             "network-not-allowed", f"The policy does not allow the network {experiment.network!r}."
         )
-    if not covers(policy.unit, experiment.unit):
+    if not covers(policy.unit, experiment.privacy_unit):
         raise Refused(
             "unit-not-allowed",
             f"The policy asks to protect a {policy.unit}, the request a {experiment.unit}.",

@@ -5,7 +5,15 @@ The sentence with the detail stays in the client's own refusal log.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from xcal.errors import UserError
+from xcal.privacy.account import NoiseTooLow
+from xcal.privacy.ledger import LedgerExhausted
+from xcal.privacy.ledger_rows import LedgerBusy, LedgerRefusal
+from xcal.privacy.mechanism import UnchargedRelease
+from xcal.training.independence import DependentNetwork
 
 CODES: dict[str, str] = {
     "malformed": "the message cannot be read, or a field is missing, unknown or of another type",
@@ -20,6 +28,7 @@ CODES: dict[str, str] = {
     "delta-run": "the run asks for more δ than the client's policy allows one run",
     "epsilon-total": "all runs together would exceed the client's highest ε",
     "delta-total": "all runs together would exceed the client's highest δ",
+    "delta-too-large": "the run's δ is not below 1 divided by the client's declared units",
     "sigma-too-low": "a step would use less noise than the client's policy allows",
     "too-many-steps": "the run plans more steps than the client's policy allows",
     "batch-too-large": "a step would draw more units than the client's policy allows",
@@ -32,6 +41,8 @@ CODES: dict[str, str] = {
     "round-past": "the round lies before the last one answered",
     "round-other-weights": "the round was answered already, for other weights",
     "diverged": "training left the range of finite numbers",
+    "uncharged": "a step of the method was not covered by what it was charged for",
+    "network-dependent": "the network's answer to an image depends on others or on earlier ones",
     "ledger": "the client's ledger does not admit it, or cannot be used",
     "busy": "the client is still at work on another request",
     "data": "the client's data cannot be had at what the request asks for",
@@ -48,3 +59,26 @@ class Refused(UserError):
             raise ValueError(f"unknown refusal code {code!r}")
         super().__init__(detail)
         self.code = code
+
+
+@contextmanager
+def naming(code: str) -> Iterator[None]:
+    """Within: what a user could have caused becomes a refusal of this code."""
+    try:
+        yield
+    except Refused:
+        raise
+    except LedgerBusy as error:
+        raise Refused("busy", str(error)) from error
+    except LedgerExhausted as error:
+        raise Refused(f"{error.ran_out[0]}-total", str(error)) from error
+    except LedgerRefusal as error:
+        raise Refused("ledger", str(error)) from error
+    except NoiseTooLow as error:
+        raise Refused("sigma-too-low", str(error)) from error
+    except UnchargedRelease as error:
+        raise Refused("uncharged", str(error)) from error
+    except DependentNetwork as error:
+        raise Refused("network-dependent", str(error)) from error
+    except UserError as error:
+        raise Refused(code, str(error)) from error

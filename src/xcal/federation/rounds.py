@@ -1,7 +1,6 @@
-"""One round at a client, without an engine: what it does with a request.
+"""One round at a client, without an engine: what it does with a request that it admitted.
 
-Every engine calls `client_round` here and `aggregation.server_round`, and nothing else, so all of
-them give the same result.
+Engines come here only through `answer.respond`, which decides for the client.
 """
 
 from __future__ import annotations
@@ -54,7 +53,17 @@ def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None
         order=None if plan is None else plan.order,
         budget=None if plan is None else plan.budget,
         steps=0 if plan is None else plan.steps,
+        **({} if plan is None else plan.fixed),
     )
+
+
+def add_remove_holds(declared: bool, experiment: Experiment) -> bool:
+    """Whether adding or removing one unit is covered as zeroing it is: where units are declared.
+
+    Not under a cap: there another image of the same group takes the place of one that goes.
+    """
+    capped = experiment.unit == "record" and experiment.group_cap is not None
+    return declared and not capped
 
 
 def client_round(
@@ -70,6 +79,8 @@ def client_round(
         remembered = site.remembered_head()
         if remembered is not None:
             ledger.check_holds(remembered, "this home")
+        if site.admit is not None:  # now that no other run can reserve in between
+            site.admit(ledger)
         memory = RunMemory(site.folder(request.run), request, digest)
         previous = memory.last_reply()
         if previous is not None and previous.round > request.round:
@@ -115,8 +126,6 @@ def _train(
     model = site.build_model()
     rows, keep_mb = _passes(model, experiment) if clips_units(method) else (0, experiment.keep_mb)
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
-    if site.admit is not None:  # once more, now that no other run can reserve in between
-        site.admit(request.run, plan, ledger.runs.values())
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     seeded = site.noise.name == "seeded"
     account = (
@@ -264,4 +273,5 @@ def _report(
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,
         noise=site.noise.name,
+        add_remove=add_remove_holds(site.data.declared, experiment),
     )

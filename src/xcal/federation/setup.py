@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -18,16 +17,19 @@ from xcal.data.partition import Partition, Shard, partition
 from xcal.data.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
-from xcal.federation.rounds import run_terms
-from xcal.methods.base import ChoosyMethod, Method, clips_units
+from xcal.federation.policy import read_table
+from xcal.federation.preflight import check_network, unmeasured
+from xcal.methods.base import Method
 from xcal.methods.registry import checked_plan, method_of
-from xcal.models.registry import build_network
 from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.training.clipping import ClippingEngine
-from xcal.training.independence import check_independence
+from xcal.privacy.ledger_rows import read_rows, terms_of
+from xcal.training.local import check_declared_units
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
+AGREE = (
+    "at homes of a real population have somebody agree to it with public_validation = true and"
+    " public_validation_by"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class Federation:
     plans: tuple[Plan | None, ...]
     server_plan: Plan | None = None  # where a trusted server adds the noise
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
+    declared: tuple[int | None, ...] = ()  # units by the homes' own files; None: counted
+    warnings: tuple[str, ...] = ()  # what the run will not be able to measure
+    explains: bool = True  # whether the network's answers can be explained
 
     @property
     def participants(self) -> int:
@@ -51,16 +56,33 @@ class Federation:
     def own_rounds(self, client: int) -> tuple[int, ...]:
         return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
 
+    def units(self, client: int) -> int:
+        """The units of a client of this process: as declared, or counted."""
+        assert self.parts is not None
+        declared = self.declared[client] if self.declared else None
+        return declared or _units(
+            self.data.train, self.parts.shards[client], self.experiment.privacy_unit
+        )
+
     def steps_of_round(self, client: int) -> int:
         if self.parts is None:
             return 0  # how many units a client elsewhere has, it tells with its first answer
-        units = _units(self.data.train, self.parts.shards[client], self.experiment.unit)
-        return self.experiment.local_epochs * -(-units // self.experiment.batch)
+        return self.experiment.local_epochs * -(-self.units(client) // self.experiment.batch)
 
 
 def _units(images: Images, shard: Shard, unit: str) -> int:
     groups = images.groups[shard.indices]
     return UnitTable.of("group" if unit == "group" else "record", groups).n_units
+
+
+def _declared(experiment: Experiment, clients: int) -> tuple[int | None, ...]:
+    """The units that homes given by path declare; one with a ledger and no `home.toml` counts."""
+    from xcal.federation.home import HomeTable  # whose module builds on this one
+
+    files = [Path(home) / "home.toml" for home in experiment.homes or ()]
+    if not files:
+        return (None,) * clients
+    return tuple(read_table(HomeTable, f, "home").units if f.exists() else None for f in files)
 
 
 def _fewer(images: Images, count: int | None) -> Images:
@@ -91,29 +113,93 @@ def draw_schedule(
     )
 
 
-def check_network(experiment: Experiment, network: nn.Module, side: int) -> None:
-    """Refuse a network that does not suit the method, or in which no unit can be bounded."""
-    method = method_of(experiment)
-    if isinstance(method, ChoosyMethod):
-        method.check_network(network, experiment)
-    ClippingEngine(network)
-    check_independence(network, side)
+def with_unit(experiment: Experiment, data: ImageData) -> Experiment:
+    """The experiment with its unit: where none was given, group where the set names groups."""
+    if experiment.unit is not None:
+        return experiment
+    if data.groups_known and experiment.group_cap is not None:
+        raise UserError(
+            "group_cap bounds the images of a group in a run per image, and the guarantee of this"
+            f" one is per {data.group_name}, the default for {data.name}: leave group_cap out, or"
+            " set unit = 'record'."
+        )
+    return experiment.model_copy(update={"unit": "group" if data.groups_known else "record"})
 
 
-def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:
-    """The data set as the experiment uses it, and how its training images are spread."""
-    method = method_of(experiment)
+def settled(experiment: Experiment) -> Experiment:
+    """`with_unit` where the data set is not at hand yet, for what pins an experiment."""
+    return experiment if experiment.unit else with_unit(experiment, _load(experiment, fewest=True))
+
+
+def check_groups_known(unit: str, data: ImageData) -> None:
+    """Refuse a promise per group where the data set does not say whose the images are."""
+    if unit != "group" or data.groups_known:
+        return
+    why = "does not say which images belong to one person"
+    if data.ungrouped_images:
+        why = f"has {data.ungrouped_images} images that name no {data.group_name}"
+    raise UserError(
+        f"unit = 'group' protects all images of one person, and {data.name} {why}: import it with"
+        " --group-column (or --one-image-per-person, if nobody has two), or set unit = 'record'."
+    )
+
+
+def check_groups_apart(unit: str, data: ImageData) -> None:
+    """Refuse a promise per group where images of the same groups are measured as public ones."""
+    if unit == "group" and data.shared_groups:
+        raise UserError(
+            f"unit = 'group' protects all images of one {data.group_name}, and"
+            f" {data.shared_groups} {data.group_name}s of the training images of {data.name} also"
+            " stand in validation or test, which nothing protects: split by"
+            f" {data.group_name}, or set unit = 'record', whose statement names it."
+        )
+
+
+def may_measure(experiment: Experiment) -> bool:
+    """Whether the set's validation and test images may be used: they leave no trace in a ledger.
+
+    At homes of a real population somebody has to agree, by name.
+    """
+    if experiment.homes is None or experiment.public_validation:
+        return True
+    return not any(_is_real(Path(home)) for home in experiment.homes)
+
+
+def _is_real(home: Path) -> bool:
+    """Whether a home's ledger protects a real population; one that cannot be read may."""
+    try:
+        terms = terms_of(read_rows(home / "ledger.sqlite"))
+    except UserError:
+        return True
+    return terms.epsilon is not None and not terms.simulated
+
+
+def public_splits(experiment: Experiment, data: ImageData) -> ImageData:
+    """The data set without its validation and test images where they may not be measured."""
+    if may_measure(experiment):
+        return data
+    nobody = np.arange(0)
+    return replace(data, validation=data.validation.take(nobody), test=data.test.take(nobody))
+
+
+def _load(experiment: Experiment, *, fewest: bool = False) -> ImageData:
     # Drawn images need not be drawn to be left out.
-    fewer = {"train": experiment.train_images} if experiment.data == "smear" else {}
-    options = {key: count for key, count in fewer.items() if count is not None}
-    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **options)
+    count = 1 if fewest else experiment.train_images
+    options = {"train": count} if experiment.data == "smear" and count is not None else {}
+    return catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **options)
+
+
+def load_parts(experiment: Experiment) -> tuple[Experiment, ImageData, Partition]:
+    """The experiment with its unit, its data set as it uses it, and how training images spread."""
+    method = method_of(experiment)
+    data = _load(experiment)
+    experiment = with_unit(experiment, data)
+    check_groups_known(experiment.privacy_unit, data)
     train = _fewer(data.train, experiment.train_images)
     if experiment.unit == "record" and experiment.group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
         train = train.take(cap_groups(train.groups, experiment.group_cap, rng))
-    data = ImageData(
-        data.name, data.classes, data.group_name, data.licence, train, data.validation, data.test
-    )
+    data = replace(data, train=train)
     clients = 1 if method.pooled else experiment.clients
     if method.pooled:
         parts = Partition((Shard(np.arange(len(train)), 1.0),), False, False)
@@ -126,9 +212,9 @@ def load_parts(experiment: Experiment) -> tuple[ImageData, Partition]:
             seed=experiment.seed,
             units_per_client=experiment.units_per_client,
             keep_groups=experiment.keep_groups,
-            unit=experiment.unit,
+            unit=experiment.privacy_unit,
         )
-    return data, parts
+    return experiment, data, parts
 
 
 def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
@@ -145,7 +231,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             "paired = true lets methods share their noise, which only a simulation may: leave it"
             " out, or set noise = 'seeded' and no homes."
         )
-    data, parts = load_parts(experiment)
+    experiment, data, parts = load_parts(experiment)
+    data = public_splits(experiment, data)
+    check_groups_apart(experiment.privacy_unit, data)
     train, clients = data.train, len(parts.shards)
     schedule = draw_schedule(
         clients,
@@ -162,9 +250,15 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         and len({Path(h).resolve() for h in experiment.homes}) < clients
     ):
         raise UserError("homes names one folder twice: every client needs a home of its own.")
+    declared = _declared(experiment, clients)
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):
-        units = _units(train, shard, experiment.unit)
+        units = _units(train, shard, experiment.privacy_unit)
+        declaration = declared[client]
+        if declaration is not None:
+            assert experiment.homes is not None
+            check_declared_units(units, declaration, f"{experiment.homes[client]}/home.toml")
+            units = declaration
         if experiment.batch > units:
             raise UserError(
                 f"batch ({experiment.batch}) exceeds the {units} units of client {client}: choose a"
@@ -177,20 +271,45 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     ):
         raise UserError(
             f"{method.name} follows the loss on public validation images, and there are none: set"
-            " validation_images, or choose a data set that has some."
+            " validation_images, or choose a data set that has some"
+            + ("." if may_measure(experiment) else f", and {AGREE}.")
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))  # refused before anything is made
-    if clips_units(method):
-        check_network(experiment, network, train.pixels.shape[1])
-    for home, plan in zip(experiment.homes or () if new else (), plans, strict=False):
-        # All homes are asked before any is charged: one refusal must not cost the others.
-        with Ledger(Path(home) / "ledger.sqlite") as book:
-            book.check(
-                run_terms("a new run", experiment.unit, experiment.noise_source, method, plan)
+    unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
+    federation = Federation(
+        experiment,
+        method,
+        data,
+        parts,
+        schedule,
+        tuple(plans),
+        server_plan,
+        tuple(str(client) for client in range(clients)),
+        declared,
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
+    )
+    if new:
+        ask_homes(federation, "a new run")
+    return federation
+
+
+def ask_homes(federation: Federation, run: str) -> None:
+    """Refuse a run that one of its homes would refuse, before any of them is charged."""
+    from xcal.federation.admission import ask_home  # whose modules build on this one
+
+    experiment = federation.experiment
+    for client, home in enumerate(experiment.homes or ()):
+        if federation.parts is not None and federation.own_rounds(client):
+            ask_home(
+                Path(home),
+                run,
+                experiment,
+                federation.method,
+                federation.plans[client],
+                federation.units(client),
+                shard=client,
             )
-    names = tuple(str(client) for client in range(clients))
-    return Federation(experiment, method, data, parts, schedule, tuple(plans), server_plan, names)
 
 
 def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
@@ -215,13 +334,22 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             f"clients = {experiment.clients}, and {len(set(names))} different ones are known"
             f" ({', '.join(names)}): they must agree."
         )
-    fewer = {"train": 1} if experiment.data == "smear" else {}
-    data = catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **fewer)
+    data = _load(experiment, fewest=True)
+    experiment = with_unit(experiment, data)
     schedule = draw_schedule(
         len(names), experiment.rounds, experiment.participants, experiment.seed
     )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    network = build_network(experiment, len(data.classes))
-    if clips_units(method):
-        check_network(experiment, network, experiment.pixels)
-    return Federation(experiment, method, data, None, schedule, (), server_plan, tuple(names))
+    unexplained = check_network(experiment, len(data.classes), experiment.pixels)
+    return Federation(
+        experiment,
+        method,
+        data,
+        None,
+        schedule,
+        (),
+        server_plan,
+        tuple(names),
+        warnings=unmeasured(experiment, data, unexplained),
+        explains=unexplained is None,
+    )

@@ -19,7 +19,7 @@ def make_ledger(path: Path, federation: Federation, client: int) -> None:
     plan = federation.plans[client]
     terms = Terms(
         population=f"simulated client {federation.names[client]}",
-        unit=federation.experiment.unit,
+        unit=federation.experiment.privacy_unit,
         epsilon=None if plan is None else plan.epsilon,
         delta=None if plan is None else plan.delta,
         simulated=True,
@@ -43,7 +43,7 @@ def make_homes(folder: RunFolder, federation: Federation, threads: int) -> None:
         "sigma_min": 0.0,
         "methods": (experiment.method,),
         "networks": (experiment.network,),
-        "unit": experiment.unit,
+        "unit": experiment.privacy_unit,
         "max_message": 1 << 30,
         "max_steps": 1 << 40,
     }

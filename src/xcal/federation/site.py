@@ -6,11 +6,12 @@ import ctypes
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes, write_json
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger_rows import Head, RunTerms
+from xcal.privacy.ledger import Ledger
+from xcal.privacy.ledger_rows import Head
 from xcal.privacy.noise import NoiseSource
 from xcal.training.clipping import ClippingEngine
 from xcal.training.local import LocalData, ReplayKey
@@ -57,9 +58,9 @@ class Site:
     make_engine: Callable[..., ClippingEngine] = ClippingEngine
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
-    # What the owner's policy says of a plan beside the runs that the ledger holds; may refuse.
-    admit: Callable[[str, Plan | None, Iterable[RunTerms]], None] | None = None
-    _digest: str | None = field(default=None, repr=False)
+    # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
+    admit: Callable[[Ledger], None] | None = None
+    _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
@@ -91,10 +92,18 @@ class Site:
         path = self.home / "replay.key"
         if not path.exists():
             write_bytes(path, secrets.token_bytes(32))
-        if self._digest is None:
-            self._digest = self.data.digest()
-        context = repr((self._digest, experiment.resolved(), torch.__version__, np.__version__))
+        if not self._digest:
+            self._digest.append(self.data.digest())
+        context = repr((self._digest[0], experiment.identity(), torch.__version__, np.__version__))
         return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+
+
+class Held(NamedTuple):
+    """What a client has for an experiment: itself, and what its network must fit."""
+
+    site: Site
+    classes: int
+    side: int  # of its images, in pixels
 
 
 _TRIM, _PAD, _MAP = -1, -2, -3  # glibc's numbers of what mallopt sets

@@ -12,7 +12,7 @@ from typing import Any
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, Method, shape_of
 from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
-from xcal.privacy.calibration import Plan, plan_static
+from xcal.privacy.calibration import Plan, plan_fixed
 from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
 from xcal.training.local import Bench, StepRecord
 
@@ -44,7 +44,7 @@ class RecordQuantile:
         return replace(quantile_rule(experiment), fixed_noise=experiment.count_noise)
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        plan = plan_static(shape_of(experiment, units, own_rounds), self.name)
+        plan = plan_fixed(shape_of(experiment, units, own_rounds), self.name, experiment.accountant)
         sigma, sigma_count = self.rule(experiment).multipliers(plan.sigma_static)
         return replace(
             plan,

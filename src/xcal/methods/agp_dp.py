@@ -9,7 +9,7 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.calibration import Plan, plan_static
+from xcal.privacy.calibration import Plan, plan_fixed
 from xcal.training.clipping import Bound
 from xcal.training.geometry import ChannelRule, check_channels, round_geometry
 from xcal.training.local import Bench, StepRecord
@@ -31,7 +31,7 @@ class ProtectedChannels:
     uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS | {"protected", "protection"}
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        return plan_static(shape_of(experiment, units, own_rounds), self.name)
+        return plan_fixed(shape_of(experiment, units, own_rounds), self.name, experiment.accountant)
 
     def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         check_channels(network, self.name)

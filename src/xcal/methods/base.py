@@ -18,12 +18,13 @@ from xcal.training.local import Bench, StepRecord
 COMMON_KEYS = frozenset(
     "method data pixels train_images network norm output_stride head_reads train train_norm"
     " weights clients participants rounds local_epochs average partition concentration"
-    " units_per_client keep_groups unit images_per_unit group_cap noise paired batch lr optimizer"
+    " units_per_client keep_groups unit images_per_unit group_cap public_validation"
+    " public_validation_by noise paired batch lr optimizer"
     " momentum validation_images road_images road_every road_test_images seed threads device"
     " aggregation trim quorum round_timeout views augment average_steps chunk pass_rows keep_mb"
     " preset".split()
 )
-PRIVATE_KEYS = frozenset({"epsilon", "delta", "clip", "homes"})
+PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
 
 
@@ -132,7 +133,7 @@ def shape_of(experiment: Experiment, units: int, own_rounds: int) -> PlanShape:
         batch=experiment.batch,
         rounds=own_rounds,
         local_epochs=experiment.local_epochs,
-        unit=experiment.unit,
+        unit=experiment.privacy_unit,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS
 from xcal.methods.dp_fedavg import RawUpdates, client_level_shape
-from xcal.privacy.calibration import Plan, plan_static
+from xcal.privacy.calibration import Plan, plan_fixed
 from xcal.training.adaptive import ClipState, QuantileRule
 from xcal.training.central import ServerBench, Update, private_mean
 
@@ -26,6 +26,7 @@ class ClientQuantile(RawUpdates):
     uses: frozenset[str] = COMMON_KEYS | {
         "epsilon",
         "delta",
+        "accountant",
         "clip",
         "level",
         "quantile",
@@ -45,7 +46,9 @@ class ClientQuantile(RawUpdates):
 
     def server_plan(self, experiment: Experiment, participants: int) -> Plan:
         """Refuses a `count_noise` whose count alone would cost more than a round may."""
-        plan = plan_static(client_level_shape(experiment, participants), self.name)
+        plan = plan_fixed(
+            client_level_shape(experiment, participants), self.name, experiment.accountant
+        )
         sigma, sigma_count = self.rule(experiment).multipliers(plan.sigma_static)
         return replace(
             plan,

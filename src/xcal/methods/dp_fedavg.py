@@ -8,7 +8,7 @@ from typing import Any
 
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS
-from xcal.privacy.calibration import Plan, PlanShape, plan_static
+from xcal.privacy.calibration import Plan, PlanShape, plan_fixed
 from xcal.training.central import ServerBench, Update, private_mean
 from xcal.training.local import Bench, StepRecord
 from xcal.training.steps import sgd_step
@@ -58,10 +58,12 @@ class RawUpdates:
 @dataclass(frozen=True)
 class CentralNoise(RawUpdates):
     name: str = "dp-fedavg"
-    uses: frozenset[str] = COMMON_KEYS | {"epsilon", "delta", "clip"}
+    uses: frozenset[str] = COMMON_KEYS | {"epsilon", "delta", "accountant", "clip"}
 
     def server_plan(self, experiment: Experiment, participants: int) -> Plan:
-        return plan_static(client_level_shape(experiment, participants), self.name)
+        return plan_fixed(
+            client_level_shape(experiment, participants), self.name, experiment.accountant
+        )
 
     def load_server_state(self, saved: dict[str, Any] | None, experiment: Experiment) -> None:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from xcal.config import Experiment
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.calibration import Plan, plan_static
+from xcal.privacy.calibration import Plan, plan_fixed
 from xcal.training.local import Bench, StepRecord
 from xcal.training.steps import dp_step
 
@@ -20,7 +20,7 @@ class StaticNoise:
     uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        return plan_static(shape_of(experiment, units, own_rounds))
+        return plan_fixed(shape_of(experiment, units, own_rounds), accountant=experiment.accountant)
 
     def load_state(self, saved: dict[str, Any] | None) -> None:
         return None

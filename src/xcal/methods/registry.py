@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from xcal.config import Experiment, nearest
 from xcal.errors import UserError
 from xcal.methods.adap_dpfl import ADAP_DPFL
@@ -17,6 +19,7 @@ from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
 from xcal.privacy.accounting import budget_at
 from xcal.privacy.calibration import Plan
+from xcal.privacy.pld import SIGMA_SLACK, delta_bound
 
 METHODS: dict[str, Method] = {
     m.name: m
@@ -80,12 +83,20 @@ def checked_plan(
             f"The method {experiment.method!r} plans for another target or other sizes than the"
             " experiment asks for: its plan must carry epsilon, delta, unit, units and batch."
         )
-    if plan.budget > budget_at(plan.order, plan.epsilon, plan.delta) * (1 + 1e-9):
+    if not _keeps_its_promise(plan):
         raise UserError(
-            f"The method {experiment.method!r} plans a larger budget ({plan.budget:.4g} at order"
-            f" {plan.order:g}) than epsilon = {plan.epsilon:g} and delta = {plan.delta:g} allow."
+            f"The method {experiment.method!r} plans for more than epsilon = {plan.epsilon:g} and"
+            f" delta = {plan.delta:g} allow."
         )
     return plan
+
+
+@lru_cache(maxsize=1024)
+def _keeps_its_promise(plan: Plan) -> bool:
+    if plan.accountant == "pld":
+        sigma = plan.sigma_static * (1 - SIGMA_SLACK)
+        return delta_bound(plan.sample_rate, sigma, plan.steps, plan.epsilon) <= plan.delta
+    return plan.budget <= budget_at(plan.order, plan.epsilon, plan.delta) * (1 + 1e-9)
 
 
 def _listed(names: list[str]) -> str:
@@ -93,7 +104,9 @@ def _listed(names: list[str]) -> str:
 
 
 def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) -> Plan:
-    """The plan of a method with a guarantee."""
+    """The plan of a method with a guarantee; without data, a unit that is not named is an image."""
+    if experiment.unit is None:
+        experiment = experiment.model_copy(update={"unit": "record"})
     method = method_of(experiment)
     if isinstance(method, CentralMethod):  # the units are the clients of a round
         return method.server_plan(experiment, units)

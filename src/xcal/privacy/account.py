@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xcal.errors import UserError
-from xcal.privacy.filter import BudgetExhausted, RenyiFilter, add_up
+from xcal.privacy.filter import BudgetExhausted, Filter, RenyiFilter, StepFilter, add_up
 from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Charge, Head, Release, RunTerms
+from xcal.privacy.ledger_rows import Charge, Head, Release, RunTerms, as_planned
 
 
 class NoiseTooLow(UserError):
     """A step with less noise than the client's owner allows."""
+
+
+class NotAsPlanned(UserError):
+    """A step of another rate or less noise than the fixed plan that the run reserved."""
 
 
 class Account:
@@ -41,15 +45,18 @@ class Account:
         self._all = self._filter  # everything recorded, whatever is being replayed
         self._last = max(((c.round, c.step) for c in self._charges), default=(-1, -1))
 
-    def _filter_after(self, charges: Sequence[Charge]) -> RenyiFilter:
+    def _filter_after(self, charges: Sequence[Charge]) -> Filter:
         assert self.terms.order is not None and self.terms.budget is not None
+        order, budget, steps = self.terms.order, self.terms.budget, self.terms.steps
         spent = 0.0
         for charge in charges:
             spent = add_up(spent, charge.cost)
-        return RenyiFilter(self.terms.order, self.terms.budget, spent)
+        if self.terms.accountant == "pld":
+            return StepFilter(order, budget, steps, len(charges), spent)
+        return RenyiFilter(order, budget, spent)
 
     @property
-    def filter(self) -> RenyiFilter:
+    def filter(self) -> Filter:
         """The budget as it stood before the next step: the only view a step may choose by."""
         return self._filter
 
@@ -104,6 +111,13 @@ class Account:
             raise NoiseTooLow(
                 f"Step {step} of round {round_number} would use a multiplier of {sigma:.3g}, and"
                 f" {self._floor:g} is the lowest allowed here: nothing was charged or released."
+            )
+        if not as_planned(self.terms, rate, sigma):
+            raise NotAsPlanned(
+                f"Step {step} of round {round_number} would draw at the rate {rate:.6g} with a"
+                f" multiplier of {sigma:.6g}, and {self.terms.rate:.6g} and {self.terms.sigma:.6g}"
+                " are planned: nothing was charged or released. A method that moves them plans with"
+                " `plan_static`."
             )
         charge = Charge(self.terms.run, round_number, step, rate, sigma, cost, releases, inputs)
         known = self._recorded.get((round_number, step))

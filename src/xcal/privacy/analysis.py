@@ -15,15 +15,10 @@ from typing import Any
 import numpy as np
 
 from xcal.errors import UserError
-from xcal.privacy.accounting import (
-    budget_at,
-    epsilon_pld,
-    epsilon_rdp,
-    step_cost,
-    step_costs,
-)
+from xcal.privacy.accounting import budget_at, epsilon_rdp, step_cost, step_costs
 from xcal.privacy.calibration import calibrate
 from xcal.privacy.ledger_rows import Charge, Row, RunTerms, charges_of, runs_of, terms_of
+from xcal.privacy.pld import epsilon_pld
 
 HOW_SHARED = (
     "a joint release is one Gaussian of precision 1/σ_eff² = Σ (sensitivity/noise)²; each mechanism"
@@ -45,7 +40,10 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class StaticPlan:
-    """The constant multiplier for the run's own target, rate and planned steps."""
+    """The constant multiplier for the run's own target, rate and planned steps.
+
+    By the run's own accountant: the one that a run by PLD reserved, else the Rényi filter's.
+    """
 
     sigma: float
     step_cost: float  # at the run's order
@@ -76,6 +74,7 @@ class Analysis:
     more_at_last: int | None = None
     static: StaticPlan | None = None
     more_at_static: int | None = None
+    accountant: str = "renyi"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -108,16 +107,15 @@ def _total(rate: float, sigmas: Sequence[float], order: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _static(
-    run_order: float, epsilon: float, delta: float, rate: float, planned: int, made: int, pld: bool
-) -> StaticPlan:
-    sigma = calibrate(epsilon, delta, rate, planned).sigma
+def _static(run: RunTerms, rate: float, made: int, pld: bool) -> StaticPlan:
+    assert run.epsilon is not None and run.delta is not None and run.order is not None
+    sigma = run.sigma or calibrate(run.epsilon, run.delta, rate, run.steps).sigma
     return StaticPlan(
         sigma,
-        step_cost(rate, sigma, run_order),
+        step_cost(rate, sigma, run.order),
         made,
-        epsilon_rdp(rate, sigma, made, delta),
-        epsilon_pld(rate, sigma, made, delta) if pld else None,
+        epsilon_rdp(rate, sigma, made, run.delta),
+        epsilon_pld(rate, sigma, made, run.delta) if pld else None,
     )
 
 
@@ -146,6 +144,7 @@ def analyse_run(rows: Sequence[Row], run: RunTerms, *, pld: bool = True) -> Anal
         len(charges),
         rounds,
         halted,
+        accountant=run.accountant,
     )
     if run.budget is None or run.order is None or run.epsilon is None or run.delta is None:
         return base
@@ -154,13 +153,19 @@ def analyse_run(rows: Sequence[Row], run: RunTerms, *, pld: bool = True) -> Anal
     values = {**_shallow(base), "spent": spent, "left": left}
     if charges:
         last = charges[-1]
-        static = _static(run.order, run.epsilon, run.delta, last.rate, run.steps, len(charges), pld)
+        static = _static(run, last.rate, len(charges), pld)
+        more = [
+            _affordable(left, step_cost(last.rate, last.sigma, run.order)),
+            _affordable(left, static.step_cost),
+        ]
+        if run.accountant == "pld":  # steps are counted
+            more = [run.steps - len(charges)] * 2
         values |= {
             "mechanisms": by_mechanism(charges, run.order),
             "sigma_last": last.sigma,
-            "more_at_last": _affordable(left, step_cost(last.rate, last.sigma, run.order)),
+            "more_at_last": more[0],
             "static": static,
-            "more_at_static": _affordable(left, static.step_cost),
+            "more_at_static": more[1],
         }
     return Analysis(**values)
 
@@ -195,6 +200,27 @@ def lifetime(rows: Sequence[Row]) -> dict[str, Any]:
         "epsilon_left": max(0.0, terms.epsilon - epsilon),
         "delta_left": max(0.0, terms.delta - delta),
     }
+
+
+def lifetime_text(rows: Sequence[Row]) -> str:
+    """What is left of the population's limit, ε and δ alike, in words."""
+    life = lifetime(rows)
+    if life["epsilon"] is None:
+        return "no limit"
+    limit = f"({life['epsilon']:g}, {life['delta']:g})"
+    if "budget" in life:
+        share = 100 * life["spent"] / life["budget"]
+        return f"limit {limit} at order {life['order']:g}, {share:.2f} % of it spent"
+    return (
+        f"limit {limit}, reserved ε = {life['epsilon_reserved']:.6g} and δ ="
+        f" {life['delta_reserved']:.6g}, left ε = {life['epsilon_left']:.6g} and δ ="
+        f" {life['delta_left']:.6g}"
+    )
+
+
+def runs_that_fit(limit: float, run: float) -> int:
+    """How many runs of this ε (or δ) a lifetime limit of that kind has room for."""
+    return int(limit / run * (1 + 1e-9))
 
 
 def analyse(rows: Sequence[Row], run: str | None = None, *, pld: bool = True) -> list[Analysis]:

@@ -8,16 +8,21 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from scipy import special
+
 from xcal.errors import UserError
 from xcal.privacy.accounting import (
     ORDERS,
     CostTable,
+    best_epsilon,
     budget_at,
     cost_profile,
     epsilon_at,
     geometric_table,
     joint_sigma,
+    step_cost,
 )
+from xcal.privacy.pld import ADD, DIRECTIONS, REMOVE, SIGMA_SLACK, Direction, delta_bound
 
 SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
 COUNT_SENSITIVITY = 0.5  # Σ(1[norm ≤ C] − ½): likewise
@@ -25,6 +30,12 @@ GRID_RATIO = 1.002  # neighbouring multipliers of the public grid differ by 0.2 
 GRID_REACH = 100.0  # the grid ends at 100 × the static σ
 SUM_SLACK = 1e-9  # share of the budget kept free for the upward rounding of K additions
 MAX_SIGMA = 1e5
+# A fixed plan is made for 99 % of δ; its odometer has the rest. Then the smaller of the two may be
+# read at any stopping time: what each of them leaves out adds up to δ (docs/guarantee.md §4).
+ODOMETER_SHARE = 0.01
+SIGMA_DIGITS = 6  # a fixed plan's multiplier, rounded up: no library's last digit decides it
+PLD_TRIES = 16
+PLD_CLOSE = 0.01  # δ is met to 1 %, σ to about 0.04 %
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,8 @@ class Calibration:
 
     sigma: float
     order: float
-    budget: float  # R at that order
+    budget: float  # R at that order; by PLD, the cost of all planned steps at it
+    accountant: str = "renyi"
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,9 @@ class Plan:
     epsilon_signal: float | None = None
     sigma_count: float | None = None  # quantile clipping: deviation of the noise on the count
     warnings: tuple[str, ...] = ()
+    # "renyi": a filter at one order, for multipliers chosen on the way. "pld": privacy-loss
+    # distributions, for `steps` steps at `sample_rate` and `sigma_static`, fixed beforehand.
+    accountant: str = "renyi"
 
     @property
     def steps_per_round(self) -> int:
@@ -79,6 +94,17 @@ class Plan:
         if self.epsilon_signal is not None:  # published: the signal's noise does not follow
             return joint_sigma(lowest, self.sigma_signal or math.inf)
         return lowest * self.sigma_static / self.sigma_ref
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What a run reserves of a plan whose steps are all alike; nothing where they may move."""
+        if self.accountant != "pld":
+            return {}
+        return {
+            "accountant": self.accountant,
+            "rate": self.sample_rate,
+            "sigma": self.sigma_static,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -95,14 +121,15 @@ class Plan:
         )
 
     def odometer(self, spent: float) -> float:
-        """ε spent so far at the fixed order: 0 before the first step, never above the target."""
+        """ε spent so far: 0 before the first step, never above the target.
+
+        Σρ + ln((α−1)/α) − (ln δ + ln α)/(α−1) at the plan's fixed order holds at any stopping time
+        that depends on releases only. A plan by PLD keeps a share of δ for it.
+        """
         if spent <= 0:
             return 0.0
-        return min(self.epsilon, spent + math.log(1 / self.delta) / (self.order - 1))
-
-    def epsilon_if_fixed(self, spent: float) -> float:
-        """ε by the tight conversion at the plan's order: a claim only for plans fixed before."""
-        return epsilon_at(self.order, spent, self.delta)
+        delta = self.delta if self.accountant == "renyi" else self.delta * ODOMETER_SHARE
+        return min(self.epsilon, epsilon_at(self.order, spent, delta))
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -204,6 +231,91 @@ def calibrate(epsilon: float, delta: float, rate: float, steps: int) -> Calibrat
     return Calibration(sigma, order, budget)
 
 
+def _gaussian_log_delta(epsilon: float, rate: float, steps: int, sigma: float) -> float:
+    """log δ by the central limit: K losses are one Gaussian's, of μ = q√(K(e^{1/σ²} − 1))."""
+    mu = rate * math.sqrt(steps * math.expm1(min(1 / sigma**2, 600.0)))
+    first = float(special.log_ndtr(mu / 2 - epsilon / mu))
+    second = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
+    return first + math.log(max(-math.expm1(second - first), 1e-300))
+
+
+def _round_up(sigma: float) -> float:
+    scale = 10.0 ** (SIGMA_DIGITS - 1 - math.floor(math.log10(sigma)))
+    return math.ceil(sigma * scale) / scale
+
+
+def _smallest_sigma_by_pld(epsilon: float, delta: float, rate: float, steps: int) -> float | None:
+    """A σ at which PLD meets δ, and hardly more; None where floats do not reach that far.
+
+    Secant steps of log δ in log σ within a bracket, from where the central limit has the target:
+    a few evaluations of some 20 ms.
+    """
+
+    def excess(sigma: float, directions: Sequence[Direction]) -> float:
+        found = delta_bound(rate, sigma * (1 - SIGMA_SLACK), steps, epsilon, directions)
+        return math.log(found / delta)
+
+    def guessed(x: float) -> float:
+        return _gaussian_log_delta(epsilon, rate, steps, math.exp(x)) - math.log(delta)
+
+    low, high = math.log(0.05), math.log(MAX_SIGMA)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if guessed(middle) > 0 else (low, middle)
+    x, slope = high, min((guessed(high + 0.01) - guessed(high)) / 0.01, -1.0)
+    aim, first, points = -PLD_CLOSE / 2, REMOVE, list[tuple[float, float]]()
+    for _ in range(PLD_TRIES):
+        sigma = _round_up(math.exp(x))
+        if sigma > MAX_SIGMA:
+            return None
+        y = excess(sigma, (first,))
+        if -PLD_CLOSE <= y <= 0:
+            if excess(sigma, [d for d in DIRECTIONS if d is not first]) <= 0:
+                return sigma
+            first, points = ADD, []  # never seen: the other direction is the larger
+            continue
+        points.append((math.log(sigma), y))
+        below = max((p for p, v in points if v > 0), default=-math.inf)
+        above = min((p for p, v in points if v <= 0), default=math.inf)
+        (a, fa), *others = sorted(points, key=lambda p: abs(p[1] - aim))
+        if others and others[0][1] != fa:
+            slope = min((fa - others[0][1]) / (a - others[0][0]), -1.0)
+        x = a + min(max((aim - fa) / slope, -0.7), 0.7)
+        if not below < x < above:
+            x = (below + above) / 2 if math.isfinite(below + above) else x
+    return None
+
+
+@lru_cache(maxsize=1024)
+def calibrate_fixed(epsilon: float, delta: float, rate: float, steps: int) -> Calibration:
+    """The smallest σ known to us with which `steps` equal steps, fixed beforehand, are (ε, δ)-DP.
+
+    By privacy-loss distributions; by `calibrate` where that needs less noise, or where δ is too
+    small for PLD in floats. Guarantee: `delta_bound` at the returned σ is at most 99 % of δ, or the
+    result is `calibrate`'s.
+    """
+    check_target(epsilon, delta)
+    sigma = _smallest_sigma_by_pld(epsilon, delta * (1 - ODOMETER_SHARE), rate, steps)
+    if sigma is None:
+        return calibrate(epsilon, delta, rate, steps)
+    if _epsilon_near(ORDERS[::4], rate, sigma, steps, delta)[0] <= epsilon:
+        return calibrate(epsilon, delta, rate, steps)  # Rényi would do with less
+    # The odometer's order: the best for all steps, at its own share of δ.
+    order = _epsilon_near(ORDERS[::4], rate, sigma, steps, delta * ODOMETER_SHARE)[1]
+    budget = steps * step_cost(rate, sigma, order) * (1 + SUM_SLACK)
+    return Calibration(sigma, order, budget, "pld")
+
+
+def _epsilon_near(
+    orders: Sequence[float], rate: float, sigma: float, steps: int, delta: float
+) -> tuple[float, float]:
+    """ε by Rényi and its order: the best of these orders, then of all around it."""
+    _, order = best_epsilon(orders, steps * cost_profile(rate, sigma, orders), delta)
+    k = ORDERS.index(order)
+    near = ORDERS[max(0, k - 4) : k + 5]
+    return best_epsilon(near, steps * cost_profile(rate, sigma, near), delta)
+
+
 @dataclass(frozen=True)
 class PlanShape:
     """What a plan is made for: the target and the public sizes of one client's training."""
@@ -258,13 +370,36 @@ def _plan(shape: PlanShape, method: str, order: float, budget: float, **fields: 
 
 
 def plan_static(shape: PlanShape, method: str = "fl-dp") -> Plan:
-    """The constant multiplier that exactly spends the target."""
-    static = calibrate(shape.epsilon, shape.delta, shape.sample_rate, shape.steps)
+    """The constant multiplier that exactly spends the target under the Rényi filter.
+
+    For methods that move the multiplier on the way, and the reference for them.
+    """
+    return _constant(
+        shape, method, calibrate(shape.epsilon, shape.delta, shape.sample_rate, shape.steps)
+    )
+
+
+def plan_fixed(shape: PlanShape, method: str = "fl-dp", accountant: str = "auto") -> Plan:
+    """The least constant multiplier for a method that never departs from it.
+
+    Only for methods each of whose steps has the plan's rate and, all its releases together, the
+    plan's `sigma_static`, whatever was released before: the account refuses every other step.
+    `accountant = "renyi"`: as `plan_static`, to compare with adaptive methods.
+    """
+    if accountant == "renyi":
+        return plan_static(shape, method)
+    return _constant(
+        shape, method, calibrate_fixed(shape.epsilon, shape.delta, shape.sample_rate, shape.steps)
+    )
+
+
+def _constant(shape: PlanShape, method: str, static: Calibration) -> Plan:
     return _plan(
         shape,
         method,
         static.order,
         static.budget,
+        accountant=static.accountant,
         sigma_static=static.sigma,
         sigma_ref=static.sigma,
         sigma_min=static.sigma,

@@ -1,7 +1,8 @@
 """The privacy filter: admit a step or refuse it.
 
 One Rényi order, fixed before training. For adaptively chosen costs this is what is proved
-(Feldman and Zrnic 2021); a filter that looks for "some order that still has room" is not.
+(Feldman and Zrnic 2021); a filter that looks for "some order that still has room" is not. Where
+every step is the planned one, whatever was released before, it is enough to count them.
 """
 
 from __future__ import annotations
@@ -62,3 +63,39 @@ class RenyiFilter:
         if not self.admits(cost):
             raise BudgetExhausted("the privacy budget does not cover another step")
         return replace(self, spent=add_up(self.spent, cost))
+
+
+@dataclass(frozen=True)
+class StepFilter:
+    """At most `steps` steps, all of them as planned: the account refuses any other.
+
+    Guarantee: that of the plan by privacy-loss distributions, wherever the run stops. Σρ at one
+    order is kept for the odometer and for a lifetime's rule; it decides nothing here.
+    """
+
+    order: float
+    budget: float  # Σρ of all planned steps
+    steps: int
+    paid: int = 0
+    spent: float = 0.0
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.budget - self.spent)
+
+    @property
+    def share_spent(self) -> float:
+        """Steps paid for, of those planned."""
+        return min(1.0, self.paid / self.steps)
+
+    def admits(self, cost: float) -> bool:
+        return cost >= 0 and self.paid < self.steps
+
+    def after(self, cost: float) -> StepFilter:
+        """The filter after one more step; raises `BudgetExhausted` where it is not admitted."""
+        if not self.admits(cost):
+            raise BudgetExhausted("all planned steps are paid for")
+        return replace(self, paid=self.paid + 1, spent=add_up(self.spent, cost))
+
+
+Filter = RenyiFilter | StepFilter

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
+from xcal.privacy.accounting import ORDERS, cost_profile
 from xcal.privacy.calibration import Plan
 
 
@@ -11,16 +15,21 @@ def group_epsilon(plan: Plan, images: int) -> float | None:
     """ε, at the plan's δ, for a person with `images` images in a record-level run; None: none.
 
     Group privacy of (ε′, δ′): (kε′, δ′(e^{kε′} − 1)/(e^{ε′} − 1)), with ε′ = ε(δ′) at the filter's
-    order and δ′ chosen so that the second term equals the plan's δ. A smaller δ′ helps only while k
-    is below the order.
+    order, or at the best one where the plan was fixed beforehand, and δ′ chosen so that the second
+    term equals the plan's δ. A smaller δ′ helps only while k is below the order.
     """
     if images == 1:
         return plan.epsilon
-    if images >= plan.order:
+    orders, costs = _costs(plan)
+    if images >= orders[-1]:
         return None
+    constant = costs + np.log((orders - 1) / orders) - np.log(orders) / (orders - 1)
+
+    def epsilon_at_log(log_delta: float) -> float:
+        return max(1e-12, float((constant - log_delta / (orders - 1)).min()))
 
     def log_excess(log_delta: float) -> float:
-        epsilon = _epsilon_at_log(plan, log_delta)
+        epsilon = epsilon_at_log(log_delta)
         total = _log_expm1(images * epsilon) - _log_expm1(epsilon)
         return log_delta + total - math.log(plan.delta)
 
@@ -36,12 +45,14 @@ def group_epsilon(plan: Plan, images: int) -> float | None:
             high = middle
         else:
             low = middle
-    return images * _epsilon_at_log(plan, low)
+    return images * epsilon_at_log(low)
 
 
-def _epsilon_at_log(plan: Plan, log_delta: float) -> float:
-    a = plan.order
-    return max(1e-12, plan.budget + math.log((a - 1) / a) - (log_delta + math.log(a)) / (a - 1))
+def _costs(plan: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Orders at which the whole run's Rényi divergence is bounded, and the bounds."""
+    if plan.accountant == "renyi":
+        return np.array([plan.order]), np.array([plan.budget])
+    return np.array(ORDERS), plan.steps * cost_profile(plan.sample_rate, plan.sigma_static)
 
 
 def _log_expm1(x: float) -> float:

@@ -34,6 +34,7 @@ from xcal.privacy.ledger_rows import (
     Charge,
     Head,
     LedgerBusy,
+    LedgerRefusal,
     Row,
     RunTerms,
     Terms,
@@ -60,6 +61,14 @@ CREATE TABLE rows (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, body TEXT NOT NU
 CREATE TRIGGER no_update BEFORE UPDATE ON rows BEGIN SELECT RAISE(ABORT, 'append only'); END;
 CREATE TRIGGER no_delete BEFORE DELETE ON rows BEGIN SELECT RAISE(ABORT, 'append only'); END;
 """
+
+
+class LedgerExhausted(LedgerRefusal):
+    """A lifetime limit has no room for the run: `ran_out` names epsilon, delta or both."""
+
+    def __init__(self, text: str, ran_out: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.ran_out = ran_out
 
 
 def check_terms(terms: Terms) -> None:
@@ -324,14 +333,23 @@ class Ledger:
             )
         if limited and self.terms.rule == "sum":
             if not sums_within(self.terms, [*self._runs.values(), run]):
-                left = (self.terms.epsilon or 0.0) - math.fsum(
-                    r.epsilon or 0.0 for r in self._runs.values()
-                )
-                raise refuse(
-                    self.path,
-                    f"has epsilon = {max(left, 0.0):.6g} left of its limit, and the run asks for"
-                    f" {run.epsilon:g} (delta {run.delta:g}): lower the run's target.",
-                )
+                raise self._exhausted(run)
+
+    def _exhausted(self, run: RunTerms) -> LedgerExhausted:
+        """What ran out of the lifetime limit, what is left of it and what the run asks for."""
+        ran_out, told = [], []
+        for name in ("epsilon", "delta"):
+            limit, asked = getattr(self.terms, name), getattr(run, name)
+            reserved = [getattr(r, name) or 0.0 for r in self._runs.values()]
+            if math.fsum([*reserved, asked]) > limit * (1 + 1e-12):
+                ran_out.append(name)
+                left = max(limit - math.fsum(reserved), 0.0)
+                told.append(f"{name} = {left:.6g} left of {limit:g} and the run asks for {asked:g}")
+        return LedgerExhausted(
+            f"The ledger {self.path} has {'; '.join(told)}: lower the run's"
+            f" {' and '.join(ran_out)}.",
+            tuple(ran_out),
+        )
 
     def lifetime_admits(self, rate: float, sigma: float) -> bool:
         """Whether the population's lifetime rule has room for one more step."""

@@ -17,11 +17,13 @@ from typing import Any
 
 from xcal.errors import UserError
 from xcal.privacy.accounting import budget_at, joint_sigma, reference_cost
+from xcal.privacy.pld import SIGMA_SLACK, reference_delta
 
 SCHEMA = 1
 GENESIS = "0" * 64
 UNITS = ("record", "group", "client")
 RULES = ("sum", "renyi")
+ACCOUNTANTS = ("renyi", "pld")
 UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError)
 """What reading a damaged database and its JSON can raise."""
 
@@ -63,7 +65,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class RunTerms:
-    """One run's own target and filter, reserved before its first step."""
+    """One run's own target and filter, reserved before its first step.
+
+    `accountant = "renyi"`: Σρ at `order` stays within `budget`, which (ε, δ) allows. `"pld"`: at
+    most `steps` steps, each at `rate` and with `sigma` at least; `budget` is what they all cost at
+    `order`, for the odometer and a lifetime's rule.
+    """
 
     run: str
     method: str
@@ -74,6 +81,9 @@ class RunTerms:
     budget: float | None
     steps: int
     noise: str = "secure"
+    accountant: str = "renyi"
+    rate: float | None = None
+    sigma: float | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,15 @@ def _says_what_it_should(row: Row) -> bool:
         run = RunTerms(**body)
         promise = (run.epsilon, run.delta, run.order, run.budget)
         whole = all(_is_number(v, above=0.0) for v in promise)
-        return run.unit in UNITS and (whole or promise == (None,) * 4)
+        planned = (run.rate, run.sigma)
+        if run.accountant == "pld":
+            fixed = _is_number(run.rate, above=0.0, most=1.0) and _is_number(run.sigma, above=0.0)
+            return run.unit in UNITS and whole and fixed and _is_count(run.steps)
+        return (
+            (run.unit in UNITS and run.accountant in ACCOUNTANTS)
+            and planned == (None, None)
+            and (whole or promise == (None,) * 4)
+        )
     if row.kind == "charge":
         charge = charge_of(row)
         noises = [v for r in charge.releases for v in (r.noise, r.sensitivity)]
@@ -286,10 +304,27 @@ def charges_of(rows: Sequence[Row], run: str) -> list[Charge]:
     return [charge_of(r) for r in rows if r.kind == "charge" and r.body["run"] == run]
 
 
+def as_planned(run: RunTerms, rate: float, sigma: float) -> bool:
+    """Whether a step is one of the run's fixed plan; any step is where nothing was fixed."""
+    if run.accountant != "pld":
+        return True
+    assert run.rate is not None and run.sigma is not None
+    return rate == run.rate and sigma >= run.sigma * (1 - SIGMA_SLACK)
+
+
+def _keeps_its_promise(run: RunTerms) -> bool:
+    """Whether all planned steps of a run by PLD are within its (ε, δ), by dp-accounting alone."""
+    assert run.rate is not None and run.sigma is not None
+    assert run.epsilon is not None and run.delta is not None
+    sigma = run.sigma * (1 - SIGMA_SLACK)
+    return reference_delta(run.rate, sigma, run.steps, run.epsilon) <= run.delta
+
+
 def check_spending(rows: Sequence[Row]) -> Verification:
     """Recompute every charge with dp-accounting alone, and every total against its limit."""
     terms, runs = terms_of(rows), runs_of(rows)
     totals: dict[str, float] = {}
+    paid: dict[str, int] = {}
     costs: dict[tuple[float, float, float], float] = {}
     lifetime = 0.0
 
@@ -318,13 +353,22 @@ def check_spending(rows: Sequence[Row]) -> Verification:
         if not math.isclose(joint, charge.sigma, rel_tol=1e-9):
             return bad(row, "charges other noise than it releases with")
         assert run.epsilon is not None and run.delta is not None
-        if run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
+        paid[charge.run] = paid.get(charge.run, 0) + 1
+        by_count = run.accountant == "pld"
+        if by_count:
+            if not as_planned(run, charge.rate, charge.sigma):
+                return bad(row, "charges another step than its run's plan fixed")
+            if paid[charge.run] > run.steps:
+                return bad(row, "charges more steps than its run planned")
+            if paid[charge.run] == 1 and not _keeps_its_promise(run):
+                return bad(row, "charges a run whose plan exceeds its promise")
+        elif run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
             return bad(row, "charges a run whose budget exceeds its promise")
         expected = cost_at(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")
         totals[charge.run] = totals.get(charge.run, 0.0) + expected
-        if totals[charge.run] > run.budget * (1 + 1e-9):
+        if not by_count and totals[charge.run] > run.budget * (1 + 1e-9):
             return bad(row, "takes its run past its budget")
         if terms.rule == "renyi" and terms.order and terms.epsilon and terms.delta:
             lifetime += cost_at(charge.rate, charge.sigma, terms.order)

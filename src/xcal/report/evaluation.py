@@ -12,7 +12,8 @@ from xcal.data.sampling import to_tensor
 from xcal.errors import UserError
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
-from xcal.federation.local import public_subset
+from xcal.federation.outcome import no_predictions, public_subset
+from xcal.federation.preflight import why_unexplained
 from xcal.report.runs import LoadedRun
 from xcal.training.evaluate import explanation_metrics, predict
 
@@ -35,21 +36,22 @@ def evaluate_run(
     own data the numbers are those of its `result.json`. `against` is another run, usually one
     without privacy, whose maps of the same images are compared with this one's.
     """
-    if not len(data.test):
-        raise UserError(f"The data set {data.name!r} has no test images: choose another.")
     if against is not None and against.experiment.pixels != run.experiment.pixels:
         raise UserError(
             f"The runs to compare see images of {run.experiment.pixels} and"
             f" {against.experiment.pixels} pixels: compare runs of one size."
         )
     wanted = run.experiment.road_test_images if explained is None else explained
+    if why_unexplained(run.model, run.experiment.pixels) is not None:
+        wanted = 0
     subset = public_subset(data.test, wanted)
+    found = predict(run.model, data.test) if len(data.test) else no_predictions(len(run.classes))
     result: dict[str, Any] = {
         "method": run.experiment.method,
         "data": data.name,
         "split": "test",
         "classes": list(run.classes),
-        "classification": predict(run.model, data.test).metrics(),
+        "classification": found.metrics(),
         "explanations": None,
         "sanity_check": None,
         "agreement": None,

@@ -79,7 +79,12 @@ def _from_test(test: Images, which: str) -> Picture:
     elif which.isascii() and which.isdigit() and int(which) < len(test):
         index = int(which)
     else:
-        example = f" an id, as {TEST}{test.ids[0]}, or" if len(test) else ""
+        if not len(test):
+            raise UserError(
+                f"{TEST}{which} names no image: the run's data set has no test images. Give image"
+                " files instead."
+            )
+        example = f" an id, as {TEST}{test.ids[0]}, or"
         raise UserError(
             f"{TEST}{which} names no image of the run's test split: give{example} a number from 0"
             f" to {len(test) - 1}."

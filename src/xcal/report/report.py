@@ -186,6 +186,10 @@ def _in_a_word(studies: Sequence[StudySection]) -> list[str]:
 
 
 def _runs_answer(runs: Sequence[RunView]) -> str:
+    finished = f"{len(runs)} finished run{'s' if len(runs) > 1 else ''}"
+    runs = [r for r in runs if r.result["macro_f1"] is not None]
+    if not runs:
+        return f"{finished}; none was measured on test images."
     by_method = {r.method: r.result for r in runs}
     if {"fl-dp", "xcal"} <= set(by_method):
         gain = by_method["xcal"]["macro_f1"] - by_method["fl-dp"]["macro_f1"]
@@ -195,9 +199,7 @@ def _runs_answer(runs: Sequence[RunView]) -> str:
             " `xcal study privacy-utility --scale laptop` for paired seeds and intervals."
         )
     best = max(runs, key=lambda r: r.result["macro_f1"])
-    return f"{len(runs)} finished run{'s' if len(runs) > 1 else ''}; the highest macro F1 is" + (
-        f" {best.result['macro_f1']:.3f}, of {best.name}."
-    )
+    return f"{finished}; the highest macro F1 is {best.result['macro_f1']:.3f}, of {best.name}."
 
 
 def report_page(material: Material, *, panel_images: int = 4) -> str:

@@ -17,6 +17,7 @@ from xcal.errors import UserError
 from xcal.explain.overlay import overlay, picture
 from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
+from xcal.federation.preflight import why_unexplained
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
 from xcal.report.runs import load_data, load_run
@@ -253,9 +254,10 @@ class Tile:
 
 def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
     """One row an image: the image, then every run's map over it, on one scale."""
-    if not runs:
-        return []
     entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
+    runs, entries = _explained(runs, entries)
+    if not entries:
+        return []
     first = entries[0].run
     like = [
         (r, e)
@@ -264,6 +266,8 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
         == (first.experiment.data, first.experiment.pixels, first.classes)
     ]
     images = choose_images(load_data(first).test, count, len(first.classes))
+    if not len(images):
+        return []
     views = [image_views(entry.run, images) for _, entry in like]
     peak = shared_peak(views)
     colours = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
@@ -285,6 +289,18 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
             )
         rows.append(row)
     return rows
+
+
+def _explained(
+    runs: Sequence[RunView], entries: Sequence[Entry]
+) -> tuple[list[RunView], list[Entry]]:
+    """Those whose network says where it looked."""
+    both = [
+        (run, entry)
+        for run, entry in zip(runs, entries, strict=True)
+        if why_unexplained(entry.run.model, entry.run.experiment.pixels) is None
+    ]
+    return [run for run, _ in both], [entry for _, entry in both]
 
 
 def facts(run: RunView) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from xcal.data.images import ImageData, Images
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
-from xcal.federation.setup import DATA_SEED
+from xcal.federation.setup import DATA_SEED, may_measure
 from xcal.models.registry import build_network
 
 
@@ -68,7 +68,14 @@ def load_data(run: LoadedRun, name: str | None = None) -> ImageData:
     """
     experiment = run.experiment
     wanted = name or experiment.data
+    if wanted == experiment.data and not may_measure(experiment):
+        raise UserError(
+            f"The homes of this run protect a real population, and nobody agreed that the images of"
+            f" {wanted} be measured (public_validation): name a public data set instead."
+        )
     data = catalog.load(wanted, pixels=experiment.pixels, seed=DATA_SEED)
+    if name is not None and not len(data.test):
+        raise UserError(f"The data set {wanted!r} has no test images: choose another.")
     if data.classes == run.classes:
         return data
     missing = [c for c in run.classes if c not in data.classes]

@@ -28,6 +28,7 @@ from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadSettings, road
 from xcal.federation.constants import with_constants
+from xcal.federation.coordinator import Diverged
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
@@ -36,7 +37,6 @@ from xcal.models.registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 
-DIVERGED = "Training diverged"
 PANEL_IMAGES = 4
 
 
@@ -75,12 +75,10 @@ def run_cell(
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
     else:
-        folder = RunFolder.create(work, experiment, sorted(cell.keys))
+        folder = RunFolder.create(work, federation.experiment, sorted(cell.keys))
     try:
         result = run_experiment(folder, talk, federation)
-    except UserError as error:
-        if not str(error).startswith(DIVERGED):
-            raise
+    except Diverged as error:
         return _frame(cell, "diverged", command, folder) | {"reason": str(error)}, None
     values = _frame(cell, "finished", command, folder)
     values |= {

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment, make_experiment, nearest
+from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, nearest
 from xcal.errors import UserError
 
 # Methods whose noise no ε decides: one run serves every ε.
@@ -27,7 +27,7 @@ _ALWAYS = frozenset(
     " batch lr clip optimizer unit validation_images road_images road_every seed paired".split()
 )
 _NETWORK = frozenset({"norm", "output_stride", "head_reads", "train", "weights"})
-_PRIVATE = frozenset({"epsilon", "delta"})
+_PRIVATE = frozenset({"epsilon", "delta", "accountant"})
 _SIGNAL = frozenset({"q", "alpha", "beta", "gamma", "tau"})
 _PAPER = frozenset({"rho", "band"})
 _OURS = frozenset(
@@ -112,8 +112,18 @@ class Cell:
         return ", ".join([*parts, f"seed {self.seed}"])
 
     def experiment(self, weights: Path | None = None, device: str = "cpu") -> Experiment:
-        """The experiment to run; `weights` is where this machine has the published ones."""
-        values = {**self.keys, "threads": 1, "road_test_images": 0, "device": device}
+        """The experiment to run; `weights` is where this machine has the published ones.
+
+        A cell that pins no `accountant` is one by the Rényi filter, whatever its method: then and
+        now the same cell, and all methods of a study under one accountant.
+        """
+        values = {
+            **BEFORE_THE_KEY,
+            **self.keys,
+            "threads": 1,
+            "road_test_images": 0,
+            "device": device,
+        }
         if values.get("weights") is not None:
             if weights is None:
                 raise UserError(

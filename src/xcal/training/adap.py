@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from xcal.privacy.accounting import CostTable, step_cost
 from xcal.privacy.calibration import Plan
-from xcal.privacy.filter import BudgetExhausted, RenyiFilter
+from xcal.privacy.filter import BudgetExhausted, Filter
 from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord
 from xcal.training.steps import clipped_sum, gradient_release, release_gradient
@@ -74,7 +74,7 @@ def _cost(rate: float, sigma: float, order: float) -> float:
 
 
 def admissible_sigma(
-    rule: AdapRule, lowered: int, budget: RenyiFilter
+    rule: AdapRule, lowered: int, budget: Filter
 ) -> tuple[float, CostTable | None]:
     """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits.
 

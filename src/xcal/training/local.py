@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xcal.data.augment import VIEWS, Augment, check_views, choose_views
 from xcal.data.images import Images
 from xcal.data.sampling import UnitTable, images_of, poisson_draw
+from xcal.errors import UserError
 from xcal.models.split import Split
 from xcal.privacy.account import Account
 from xcal.privacy.accounting import CostTable
@@ -72,11 +73,26 @@ class Batch:
         return self.only(~bad[self.units])
 
 
+class TooManyUnits(UserError):
+    """A client has more units than it declared."""
+
+
+def check_declared_units(present: int, declared: int, where: str = "home.toml") -> None:
+    """Refuse a declaration that the data do not fit into; nothing is left out silently."""
+    if present > declared:
+        raise TooManyUnits(
+            f"{where} declares units = {declared}, and the data hold {present}: declare at least as"
+            " many, with room for those to come."
+        )
+
+
 class LocalData:
     """A client's images, drawn by unit of privacy.
 
-    `units` is the number of units n, which the client declares: public and constant, the same for
-    neighbours, since a null unit is a unit.
+    `units` is the number of units n that rate, steps and weights are made of: public, and the same
+    for neighbours. With `declared_units` it is that number, whatever the data hold: null units
+    without images fill them up, are drawn like any other and contribute nothing, so that adding or
+    removing a unit is a neighbour too. Without, units are counted, and only zero-out is.
     """
 
     def __init__(
@@ -89,11 +105,17 @@ class LocalData:
         device: str = "cpu",
         views: int = 1,
         augment: Augment = "turns",
+        declared_units: int | None = None,
     ) -> None:
         check_views(views, augment)
         self.unit = unit
+        self.declared = declared_units is not None
         self._images = images
         self._table = UnitTable.of("group" if unit == "group" else "record", images.groups)
+        if declared_units is not None:
+            check_declared_units(self._table.n_units, declared_units)
+            null = np.full(declared_units - self._table.n_units, len(images), dtype=np.int64)
+            self._table = UnitTable(self._table.images, np.append(self._table.starts, null))
         self._images_per_unit = images_per_unit
         self._brightness = brightness
         self._device = device
@@ -106,7 +128,9 @@ class LocalData:
         """Whether draws come with what the network's frozen beginning makes of their images.
 
         It is computed once for each image and kept, where all of it fits into `megabytes`; in
-        passes of `rows` images where that is given.
+        passes of `rows` images where that is given. Whether it fits follows the real number of
+        images, and changes time and memory only: `kept_alike` has looked that numbers are the same
+        to the bit with and without, and gives 0 megabytes where they are not.
         """
         self._kept = self.inputs.keep(split, self._views, megabytes, rows)
         return self._kept
@@ -117,10 +141,11 @@ class LocalData:
 
     @property
     def units(self) -> int:
+        """Declared, or counted where nothing is declared."""
         return self._table.n_units
 
     def draw(self, rate: float, noise: NoiseSource, key: NoiseKey) -> Batch:
-        """Each unit independently with probability `rate`, never truncated."""
+        """Each unit, null or not, independently with probability `rate`, never truncated."""
         drawn = poisson_draw(noise.uniforms(key, self.units), rate)
         chosen = None
         if int(self._table.sizes.max(initial=0)) > self._images_per_unit:

@@ -22,7 +22,7 @@ from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.carrier import GridCarrier
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment, threads_of
-from xcal.federation.setup import Federation, prepare, prepare_remote
+from xcal.federation.setup import Federation, prepare, prepare_remote, settled
 from xcal.federation.simulated import make_homes
 
 ROUND_TIMEOUT = 3600.0  # without one, a dead client would hold a round up for good
@@ -77,7 +77,7 @@ def main(grid: Grid, context: Context) -> None:
         made, given = load_experiment(Path(str(path)).expanduser() if path else None)
         if made.round_timeout is None and not settings.get("simulated"):
             made = made.model_copy(update={"round_timeout": ROUND_TIMEOUT})
-        folder = RunFolder.create(out, made, sorted(given))
+        folder = RunFolder.create(out, settled(made), sorted(given))
     if settings.get("simulated"):
         _done(run_simulated(grid, folder, Spoken()), out)
         return
@@ -95,4 +95,5 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _done(result: dict[str, Any], out: Path) -> None:
-    print(f"test macro F1 {result['macro_f1']:.3f}; everything is in {out}", flush=True)
+    found = "not measured" if result["macro_f1"] is None else f"{result['macro_f1']:.3f}"
+    print(f"test macro F1 {found}; everything is in {out}", flush=True)

@@ -19,7 +19,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
-from xcal.federation.setup import Federation, prepare_remote
+from xcal.federation.setup import Federation, prepare_remote, settled
 
 # What of a run's folder goes with the job's results: the checkpoint and the ledger of a trusted
 # server stay with the server.
@@ -87,7 +87,7 @@ class XcalController(ModelController):
         if self._experiment is None:
             raise UserError("The job brings no experiment and does not resume one.")
         path.parent.mkdir(exist_ok=True, mode=0o700)
-        folder = RunFolder.create(path, make_experiment(self._experiment), self._given)
+        folder = RunFolder.create(path, settled(make_experiment(self._experiment)), self._given)
         about = {**folder.about, "command": f"xcal federation submit --name {path.name}"}
         write_json(path / "run.json", about)
         write_json(path / "sites.json", self._sites)

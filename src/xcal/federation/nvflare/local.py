@@ -50,8 +50,9 @@ def local_home(
     """A home for a site that plays along on this machine."""
     from xcal.federation.home import HomeTable, create_home
     from xcal.federation.policy import Policy
+    from xcal.federation.setup import settled
 
-    made = make_experiment(read_toml(experiment), str(experiment))
+    made = settled(make_experiment(read_toml(experiment), str(experiment)))
     about = HomeTable.model_validate(
         {
             # A simulated site stands for the local engine's client of that number.
@@ -71,10 +72,10 @@ def local_home(
             "delta_total": runs * made.delta,
             "epsilon_run": made.epsilon,
             "delta_run": made.delta,
-            "unit": made.unit,
+            "unit": made.privacy_unit,
         }
     )
-    return create_home(party.home, about, policy, unit=made.unit)
+    return create_home(party.home, about, policy, unit=made.privacy_unit)
 
 
 def parties_in(folder: Path) -> list[Party]:

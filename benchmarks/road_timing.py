@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass
 
 import torch
+import typer
 from torch import nn
 
+from xcal.config import make_experiment
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import (
@@ -16,6 +19,7 @@ from xcal.explain.road import (
     road,
     saliency_for_ranking,
 )
+from xcal.models.registry import build_network
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,29 @@ def time_road(
         imputation_seconds=imputation_seconds,
         forward_seconds=forward_seconds,
     )
+
+
+def main(
+    network: str = typer.Option("efficientnet_b0", help="A network's name."),
+    images: int = typer.Option(1000, help="How many images."),
+    pixels: int = typer.Option(64, help="Their side."),
+    threads: int = typer.Option(2, help="torch threads."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON and nothing else."),
+) -> None:
+    """Time ROAD: maps, imputation and forwards, four levels, both orders."""
+    torch.set_num_threads(threads)
+    model = build_network(make_experiment({"network": network}, "the options"), 8)
+    found = time_road(model, images=images, pixels=pixels).summary()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    typer.echo(
+        f"ROAD of {images} images at {pixels} px with {network}, {threads} threads:"
+        f" {found['total_seconds']:.1f} s (maps {found['maps_seconds']:.1f}, ROAD"
+        f" {found['road_seconds']:.1f}, of which imputation about"
+        f" {found['imputation_seconds']:.1f} and forwards {found['forward_seconds']:.1f})."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xcal.bench.variants import default_signal
+from peers.variants import default_signal
 
 Row = dict[str, Any]
 

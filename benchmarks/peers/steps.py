@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from xcal.bench.memory import memory_growth
-from xcal.bench.variants import NETWORKS, SECURE_INLINE, VARIANTS, Setting, Step, make_step
+from peers.memory import memory_growth
+from peers.variants import NETWORKS, SECURE_INLINE, VARIANTS, Setting, Step, make_step
 from xcal.errors import UserError
 
 ROUNDS = 15

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xcal.bench.results import write_results
-from xcal.bench.steps import run_bench
-from xcal.bench.variants import NETWORKS, VARIANTS
+from peers.results import write_results
+from peers.steps import run_bench
+from peers.variants import NETWORKS, VARIANTS
 
 __all__ = ["NETWORKS", "VARIANTS", "run_bench", "write_results"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from xcal.bench.variants import Setting, make_step
+from peers.variants import Setting, make_step
 
 _STATUS = Path("/proc/self/status")
 _STEPS = 2
@@ -21,11 +22,17 @@ def memory_growth(variant: str, setting: Setting, threads: int) -> tuple[float |
     """Peak minus starting memory over two steps in MB, or None and the reason."""
     if not _STATUS.exists():
         return None, "memory is measured on Linux only"
-    command = [sys.executable, "-c", "from xcal.bench.memory import main; main()"]
+    command = [sys.executable, "-c", "from peers.memory import main; main()"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command += [variant, setting.network, str(setting.pixels), str(threads)]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIME_LIMIT, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIME_LIMIT,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
         )
     except subprocess.TimeoutExpired:
         return None, f"two steps took more than {_TIME_LIMIT} s"

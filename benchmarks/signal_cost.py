@@ -1,6 +1,6 @@
 """What the signal costs and what it is worth, for choices of `signal_every` and `signal_fraction`.
 
-`python -m xcal.bench.signal_cost [FOLDER]` measures both networks at 64 px with one thread, prints
+`python benchmarks/signal_cost.py [FOLDER]` measures both networks at 64 px with one thread, prints
 a table and, given a folder, writes it there.
 
 Time is measured: the signal of p·B images beside our step without one. The error is that of the
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from xcal.bench.results import origin_lines
-from xcal.bench.variants import NETWORKS, Setting, full_signal, make_step
+from peers.results import origin_lines
+from peers.variants import NETWORKS, Setting, full_signal, make_step
 from xcal.training.clipping import ClippingEngine
 
 CHOICES = ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0), (1, 0.5), (1, 0.25), (2, 0.5))
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> None:
     text = choices_table(rows)
     print(text)
     if arguments:
-        command = "python -m xcal.bench.signal_cost " + arguments[0]
+        command = "python benchmarks/signal_cost.py " + arguments[0]
         head = ["# What the signal costs and what it is worth", "", *origin_lines(command), ""]
         note = (
             f"Batch 32, 64 px, one thread; τ = {TAU}, κ = {KAPPA:g}, σ_t = {SIGMA:.2f}. Computed "

@@ -1,0 +1,126 @@
+"""Whether a client takes part in a run: its policy and its ledger, asked before any charge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xcal.config import Experiment
+from xcal.federation.home import ClientHome, Owner, logged, read_owner
+from xcal.federation.policy import admit_experiment, admit_plan
+from xcal.federation.refusals import Refused, naming
+from xcal.federation.rounds import run_terms
+from xcal.methods.base import Method
+from xcal.privacy.calibration import Plan
+from xcal.privacy.ledger import Ledger
+from xcal.privacy.ledger_rows import RunTerms
+
+# What decides which images a part of an experiment's data has.
+_PARTS = (
+    "data pixels train_images clients partition concentration units_per_client keep_groups unit"
+    " group_cap seed"
+).split()
+
+
+def admit_run(owner: Owner, ledger: Ledger, run: RunTerms, plan: Plan | None, units: int) -> None:
+    """Refuse a run that the owner's policy or ledger does not allow. `plan`: by these units."""
+    terms = ledger.terms
+    if owner.about is not None and terms.population != owner.about.population:
+        raise Refused(
+            "ledger",
+            f"The ledger is that of the population {terms.population!r}, and home.toml says"
+            f" {owner.about.population!r}: put the right ledger back.",
+        )
+    if run.epsilon is None and terms.epsilon is not None:
+        raise Refused(
+            "no-guarantee",
+            f"The method {run.method!r} has no guarantee, and the ledger {ledger.path} carries a"
+            " limit: choose a method with one, or run without this home.",
+        )
+    if owner.policy is not None:
+        admit_plan(owner.policy, run.run, plan, ledger.runs.values())
+    if run.run in ledger.runs:
+        return  # under way: what it asked for was admitted when it was entered
+    if plan is not None and terms.epsilon is not None and not terms.simulated:
+        check_delta(plan.delta, units)
+    ledger.check(run)
+
+
+def check_delta(delta: float, units: int) -> None:
+    """Refuse a δ under which a mechanism may publish somebody's data whole."""
+    if delta * units >= 1:
+        raise Refused(
+            "delta-too-large",
+            f"delta = {delta:g} is not below 1/{units}, 1 divided by the units: at such a delta one"
+            " whole unit may be published; lower delta.",
+        )
+
+
+def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
+    """Refuse a home whose own data are not those that the experiment would train for it."""
+    about = owner.about
+    if about is None:
+        return
+    where = owner.home / "home.toml"
+    if about.data is not None:
+        if about.data != experiment.data:
+            raise Refused(
+                "data",
+                f"{where} says its data are {about.data!r}, and the experiment spreads"
+                f" {experiment.data!r} over its clients: what others' images cost is not charged"
+                " to this home.",
+            )
+        capped = experiment.group_cap
+        if about.group_cap is not None and experiment.unit == "record":
+            if capped is None or capped > about.group_cap:
+                raise Refused(
+                    "data",
+                    f"{where} allows at most {about.group_cap} images of a group: set group_cap ="
+                    f" {about.group_cap}.",
+                )
+        return
+    trial = ClientHome.open(owner.home).trial()
+    other = [key for key in _PARTS if getattr(trial, key) != getattr(experiment, key)]
+    if other or about.shard != shard:
+        what = other[0] if other else "shard"
+        raise Refused(
+            "data",
+            f"{where} has part {about.shard} of another experiment's data than part {shard} of this"
+            f" one's ({what} differs): name the home that has it.",
+        )
+
+
+def ask_home(
+    home: Path,
+    name: str,
+    experiment: Experiment,
+    method: Method,
+    plan: Plan | None,
+    units: int,
+    *,
+    shard: int,
+) -> None:
+    """Refuse, in one sentence, a run that this home would refuse; nothing is charged."""
+    owner = read_owner(home)
+    with to_the_user(owner), logged(home, {"run": name}), naming("ledger"):
+        check_same_data(owner, experiment, shard)
+        if owner.policy is not None:
+            admit_experiment(owner.policy, experiment)
+        with Ledger(owner.ledger_path) as book:
+            run = run_terms(name, experiment.privacy_unit, experiment.noise_source, method, plan)
+            admit_run(owner, book, run, plan, units)
+
+
+@contextmanager
+def to_the_user(owner: Owner) -> Iterator[None]:
+    """Within: a refusal says which home refuses, where server and clients are one user."""
+    try:
+        yield
+    except Refused as refusal:
+        if owner.policy is None:
+            raise  # its ledger's own sentence, which names it
+        detail = str(refusal)
+        raise Refused(
+            refusal.code, f"The home {owner.home} refuses: {detail[:1].lower()}{detail[1:]}"
+        ) from refusal

@@ -1,0 +1,108 @@
+"""What can be known of a run before its first step: what keeps it from ending, and what it will not
+be able to measure.
+
+The first is refused; the second is told beforehand, recorded, and null in the result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import nn
+
+from xcal.config import Experiment
+from xcal.data.images import ImageData
+from xcal.errors import UserError
+from xcal.explain.gradcam import gradcam_maps
+from xcal.methods.base import SIGNAL_KEYS, ChoosyMethod, clips_units
+from xcal.methods.registry import method_of
+from xcal.models.registry import build_network
+from xcal.training.clipping import ClippingEngine
+from xcal.training.independence import check_independence
+
+# What torch raises where shapes do not fit.
+_UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+@lru_cache(maxsize=16)
+def check_network(experiment: Experiment, classes: int, side: int) -> str | None:
+    """Refuse a network that the experiment cannot be trained with; looked at once.
+
+    Returned is why its answers cannot be explained, where that does not keep it from training; None
+    where they can.
+    """
+    network, method = build_network(experiment, classes), method_of(experiment)
+    _check_answers(experiment, network, classes, side)
+    if isinstance(method, ChoosyMethod):
+        method.check_network(network, experiment)
+    if clips_units(method):
+        ClippingEngine(network)
+        check_independence(network, side)
+    unexplained = why_unexplained(network, side)
+    if unexplained is not None and method.uses >= SIGNAL_KEYS:
+        raise UserError(
+            f"{method.name} takes its signal from maps, and the network {experiment.network!r}"
+            f" gives none: {unexplained}"
+        )
+    return unexplained
+
+
+def _made_up(count: int, side: int) -> torch.Tensor:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def _check_answers(experiment: Experiment, network: nn.Module, classes: int, side: int) -> None:
+    """Refuse a network that cannot take the images, or answers something else."""
+    what = f"The network {experiment.network!r}"
+    for count, training in ((1, False), (3, True), (1, True)):  # last as it trains
+        network.train(training)
+        try:
+            with torch.no_grad():
+                answers = network(_made_up(count, side))
+        except _UNFIT as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise UserError(
+                f"{what} cannot take {count} image{'s' if count > 1 else ''} of {side}×{side}"
+                f" pixels ({why}): choose another number of pixels or another network."
+            ) from None
+        shape = tuple(getattr(answers, "shape", ()))
+        if shape != (count, classes):
+            raise UserError(
+                f"{what} answers {count} images with the shape {shape}: it must give one number for"
+                f" each of the {classes} classes."
+            )
+
+
+def why_unexplained(network: nn.Module, side: int) -> str | None:
+    """Why no map can be made of the network's answers to such images; None where it can."""
+    try:
+        gradcam_maps(network, _made_up(2, side))
+    except UserError as error:
+        return str(error)
+    except _UNFIT:
+        return "its cam_layer and head_layer do not fit together."
+    return None
+
+
+def unmeasured(experiment: Experiment, data: ImageData, unexplained: str | None) -> tuple[str, ...]:
+    """What the run will not be able to measure, a sentence each."""
+    found = []
+    if experiment.validation_images and not len(data.validation):
+        found.append("There are no validation images: no round is measured.")
+    if not len(data.test):
+        found.append("There are no test images: the model is not measured at the end.")
+    else:
+        counts = np.bincount(data.test.labels, minlength=len(data.classes))
+        absent = [name for name, count in zip(data.classes, counts, strict=True) if not count]
+        if len(absent) == len(data.classes) - 1:
+            found.append("All test images are of one class: there is no AUROC.")
+        elif absent:
+            found.append(
+                f"No test image is of the class {', '.join(map(repr, absent))}: it has no"
+                " sensitivity and no AUROC, and means are over the others."
+            )
+    if unexplained is not None and (experiment.road_images or experiment.road_test_images != 0):
+        found.append(f"No answer of the network can be explained, so no map is: {unexplained}")
+    return tuple(found)
