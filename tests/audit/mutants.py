@@ -1,33 +1,51 @@
-"""Nine ways to break the guarantee on purpose, and which check must notice each.
+"""Ways to break the guarantee on purpose, and which check must notice each.
 
 A mutant replaces real code while the check runs: `XCAL_MUTANT=name pytest -p audit.mutants …`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+import xcal.data.sampling
 import xcal.explain.signal
-import xcal.privacy.account
+import xcal.federation.home
+import xcal.federation.local
+import xcal.privacy.accounting
+import xcal.privacy.filter
+import xcal.privacy.ledger_rows
 import xcal.privacy.noise
-import xcal.training.clipping
-import xcal.training.local
+import xcal.training.adap
+import xcal.training.adaptive
+import xcal.training.central
+import xcal.training.inputs
 import xcal.training.steps
 import xcal.training.xcal
+from xcal.federation.home import ClientHome
+from xcal.methods.agp_dp import ProtectedChannels
 from xcal.privacy.account import Account
-from xcal.privacy.accounting import CostTable, step_cost
-from xcal.privacy.filter import RenyiFilter
-from xcal.training.clipping import ClippingEngine
+from xcal.privacy.accounting import step_cost
+from xcal.privacy.filter import StepFilter
+from xcal.privacy.ledger import Ledger
+from xcal.privacy.ledger_rows import Release
+from xcal.privacy.mechanism import ChargedStep, Mechanism, ReleasedTensors
+from xcal.privacy.noise import NoiseKey, SecureNoise, SeededNoise
+from xcal.training.clipping import Bound, ClippingEngine
+from xcal.training.inputs import Inputs
+from xcal.training.local import Bench, LocalData, Optimiser, StepAverage
+from xcal.training.xcal import XcalRule
 
-SHORT = "tests/audit/test_short_audit.py::"
+Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
@@ -40,7 +58,7 @@ class Mutant:
     checks: tuple[str, ...]  # each must fail
 
 
-def everywhere(patch: pytest.MonkeyPatch, original: Any, mutated: Any) -> None:
+def everywhere(patch: Patch, original: Any, mutated: Any) -> None:
     """Replace a function in every module of ours that holds it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("xcal."):
@@ -49,7 +67,20 @@ def everywhere(patch: pytest.MonkeyPatch, original: Any, mutated: Any) -> None:
                     patch.setattr(module, attribute, mutated)
 
 
-def half_noise(patch: pytest.MonkeyPatch) -> None:
+def instead(patch: Patch, owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replace a method of a class by one that is given the real one first."""
+    real = getattr(owner, name)
+
+    def plant(mutated: Callable[..., Any]) -> None:
+        patch.setattr(owner, name, lambda *args, **options: mutated(real, *args, **options))
+
+    return plant
+
+
+# --- noise and clipping ---------------------------------------------------------------------------
+
+
+def half_noise(patch: Patch) -> None:
     real = xcal.privacy.noise.release_tensors
 
     def mutated(sums: Any, scale: float, noise: Any, key: Any) -> Any:
@@ -58,68 +89,13 @@ def half_noise(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, real, mutated)
 
 
-def no_clipping(patch: pytest.MonkeyPatch) -> None:
-    real = ClippingEngine.clipped_sum
-
-    def mutated(self: Any, *args: Any, clip: float, **options: Any) -> Any:
+def no_clipping(patch: Patch) -> None:
+    @instead(patch, ClippingEngine, "clipped_sum")
+    def _(real: Any, self: Any, *args: Any, clip: float, **options: Any) -> Any:
         return real(self, *args, clip=float("inf"), **options)
 
-    patch.setattr(ClippingEngine, "clipped_sum", mutated)
 
-
-def signal_not_charged(patch: pytest.MonkeyPatch) -> None:
-    real = Account.pay
-
-    def mutated(self: Account, *args: Any, **charge: Any) -> None:
-        gradient = next(r for r in charge["releases"] if r.name == "gradient")
-        sigma = gradient.noise / gradient.sensitivity
-        order = self.terms.order
-        assert order is not None
-        charge |= {"sigma": sigma, "cost": step_cost(charge["rate"], sigma, order)}
-        real(self, *args, **{**charge, "releases": (gradient,)})
-
-    patch.setattr(Account, "pay", mutated)
-
-
-def two_draws(patch: pytest.MonkeyPatch) -> None:
-    real = xcal.training.xcal.band_of
-
-    def mutated(plan: Any, orders: Any) -> Any:
-        band = real(plan, orders)
-        sigmas = np.array([plan.sigma_signal])
-        signal = CostTable.build(plan.sample_rate, plan.order, sigmas).costs[0]
-        alone = CostTable.build(plan.sample_rate, plan.order, band.sigmas).costs
-        return replace(band, joint_sigmas=band.sigmas, joint_costs=alone + signal)
-
-    everywhere(patch, real, mutated)
-
-
-def budget_reset(patch: pytest.MonkeyPatch) -> None:
-    def mutated(self: Account, charges: Any) -> RenyiFilter:
-        assert self.terms.order is not None and self.terms.budget is not None
-        return RenyiFilter(self.terms.order, self.terms.budget, 0.0)
-
-    patch.setattr(Account, "_filter_after", mutated)
-
-
-def drawn_divisor(patch: pytest.MonkeyPatch) -> None:
-    real_draw = xcal.training.local.Bench.draw
-    real_release = xcal.training.steps.release_gradient
-    drawn = [1]
-
-    def draw(self: Any, step: int) -> Any:
-        batch = real_draw(self, step)
-        drawn[0] = max(1, batch.n_units)
-        return batch
-
-    def release(bench: Any, *args: Any, **options: Any) -> None:
-        real_release(replace(bench, batch=drawn[0]), *args, **options)
-
-    patch.setattr(xcal.training.local.Bench, "draw", draw)
-    everywhere(patch, real_release, release)
-
-
-def private_fill(patch: pytest.MonkeyPatch) -> None:
+def private_fill(patch: Patch) -> None:
     real = xcal.explain.signal.fill_values
 
     def mutated(images: torch.Tensor, fill: Any) -> torch.Tensor:
@@ -128,7 +104,7 @@ def private_fill(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, real, mutated)
 
 
-def summed_group(patch: pytest.MonkeyPatch) -> None:
+def summed_group(patch: Patch) -> None:
     real = xcal.training.local.mean_by_unit
 
     def mutated(values: torch.Tensor, units: torch.Tensor, n_units: int) -> Any:
@@ -138,19 +114,500 @@ def summed_group(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, real, mutated)
 
 
-def noise_reused(patch: pytest.MonkeyPatch) -> None:
-    real = Account.pay
+def neighbours_in_activations(patch: Patch) -> None:
+    @instead(patch, Inputs, "activations")
+    def _(real: Any, self: Inputs, *args: Any) -> Any:
+        found = real(self, *args)
+        return found - found.mean(dim=0) if len(found) else found
 
-    def mutated(self: Account, *args: Any, **charge: Any) -> None:
+
+# --- what is charged ------------------------------------------------------------------------------
+
+
+def signal_not_charged(patch: Patch) -> None:
+    @instead(patch, Account, "pay")
+    def _(real: Any, self: Account, *args: Any, **charge: Any) -> None:
+        gradient = next(r for r in charge["releases"] if r.name == "gradient")
+        sigma = gradient.noise / gradient.sensitivity
+        order = self.terms.order
+        assert order is not None
+        charge |= {"sigma": sigma, "cost": step_cost(charge["rate"], sigma, order)}
+        real(self, *args, **{**charge, "releases": (gradient,)})
+
+
+def two_draws(patch: Patch) -> None:
+    def charge(self: Mechanism, account: Any, *place: int, inputs: Any, **tools: Any) -> Any:
+        sigmas = [r.noise / r.sensitivity for r in self.releases]
+        order = account.filter.order
+        account.pay(
+            *place,
+            rate=self.rate,
+            sigma=max(sigmas),
+            cost=sum(step_cost(self.rate, sigma, order) for sigma in sigmas),
+            releases=self.releases,
+            inputs=inputs,
+        )
+        return ChargedStep(self, **tools)
+
+    patch.setattr(Mechanism, "charge", charge)
+
+
+def other_order(patch: Patch) -> None:
+    def cost(self: Mechanism, order: float) -> float:
+        return step_cost(self.rate, self.sigma, 1 + (order - 1) / 2)
+
+    patch.setattr(Mechanism, "cost", cost)
+
+
+def empty_draw_free(patch: Patch) -> None:
+    """A free look first: whether anybody would be drawn."""
+    units = LocalData.draw
+
+    @instead(patch, Bench, "charge")
+    def _(real: Any, self: Bench, step: int, *args: Any, **options: Any) -> Any:
+        batch = units(self.data, self.rate, self.noise, self.key(step, "draw"))
+        if batch.n_units:
+            charged = real(self, step, *args, **options)
+        else:
+            releases, sigma = args
+            mechanism = Mechanism(self.rate, sigma, releases)
+            charged = ChargedStep(mechanism, self.noise, lambda block: self.key(step, block))
+            self.charges.append(step)
+        charged.draw = lambda data: batch
+        return charged
+
+
+def draw_before_pay(patch: Patch) -> None:
+    @instead(patch, Bench, "charge")
+    def _(real: Any, self: Bench, step: int, *args: Any, **options: Any) -> Any:
+        batch = self.data.draw(self.rate, self.noise, self.key(step, "draw"))
+        charged = real(self, step, *args, **options)
+        charged.draw = lambda data: batch
+        return charged
+
+
+def charge_after_release(patch: Patch) -> None:
+    """The filter counts a step at once; the disk hears of it when the next one is charged."""
+    waiting: dict[int, Any] = {}
+
+    @instead(patch, Ledger, "charge")
+    def _(real: Any, self: Ledger, charge: Any) -> None:
+        if id(self) in waiting:
+            real(self, waiting[id(self)])
+        waiting[id(self)] = charge
+
+
+def budget_reset(patch: Patch) -> None:
+    @instead(patch, Account, "_filter_after")
+    def _(real: Any, self: Account, charges: Any) -> Any:
+        return real(self, ())
+
+
+def plan_ignored(patch: Patch) -> None:
+    everywhere(patch, xcal.privacy.ledger_rows.as_planned, lambda run, rate, sigma: True)
+
+
+def steps_uncounted(patch: Patch) -> None:
+    patch.setattr(StepFilter, "admits", lambda self, cost: cost >= 0)
+
+
+def odometer_reset(patch: Patch) -> None:
+    def spent(self: Account) -> float:
+        now = max(c.round for c in self._charges)
+        return sum(c.cost for c in self._charges if c.round == now)
+
+    patch.setattr(Account, "spent", property(spent))
+
+
+def rounded_down(patch: Patch) -> None:
+    real = xcal.privacy.filter.add_up
+    everywhere(patch, real, lambda total, cost: math.nextafter(total + cost, -math.inf))
+
+
+def noise_reused(patch: Patch) -> None:
+    @instead(patch, Account, "pay")
+    def _(real: Any, self: Account, *args: Any, **charge: Any) -> None:
         real(self, *args, **{**charge, "inputs": None})  # no longer compared
 
-    patch.setattr(Account, "pay", mutated)
+
+def floor_ignored(patch: Patch) -> None:
+    @instead(patch, Account, "pay")
+    def _(real: Any, self: Account, *args: Any, **charge: Any) -> None:
+        self._floor = 0.0
+        real(self, *args, **charge)
 
 
+# --- what is made of releases, and what is not ----------------------------------------------------
+
+
+def _keeping(patch: Patch, name: str) -> dict[str, Any]:
+    """What a `ChargedStep` was last given to release, before noise, by its name."""
+    raw: dict[str, Any] = {}
+
+    @instead(patch, ChargedStep, name)
+    def _(real: Any, self: ChargedStep, what: str, value: Any, **options: Any) -> Any:
+        raw[what] = value
+        return real(self, what, value, **options)
+
+    return raw
+
+
+def raw_signal_traced(patch: Patch) -> None:
+    raw = _keeping(patch, "release_scalar")
+    real = xcal.training.local.StepRecord
+
+    def record(*args: Any, **options: Any) -> Any:
+        made = real(*args, **options)
+        return made if made.signal is None else replace(made, signal=raw["signal"])
+
+    patch.setattr(xcal.training.xcal, "StepRecord", record)
+
+
+def raw_count_steers(patch: Patch) -> None:
+    raw = _keeping(patch, "release_scalar")
+    real = xcal.training.adaptive.release_fraction
+
+    def mutated(bench: Any, *args: Any) -> float:
+        real(bench, *args)
+        return 0.5 + raw["count"] / bench.batch
+
+    everywhere(patch, real, mutated)
+
+
+def raw_norms_steer(patch: Patch) -> None:
+    raw = _keeping(patch, "release_tensors")
+    real = xcal.training.steps.release_gradient
+
+    def mutated(bench: Any, *args: Any, **options: Any) -> Any:
+        real(bench, *args, **options)
+        return {name: value / bench.batch for name, value in raw["gradient"].items()}
+
+    patch.setattr(xcal.training.adap, "release_gradient", mutated)
+
+
+def raw_momentum(patch: Patch) -> None:
+    raw = _keeping(patch, "release_tensors")
+
+    @instead(patch, Optimiser, "step")
+    def _(real: Any, self: Optimiser, gradient: Any) -> None:
+        real(self, gradient)
+        for name, parameter in self._params.items():
+            buffer = self._optimiser.state[parameter].get("momentum_buffer")
+            if buffer is not None and "gradient" in raw:
+                buffer.copy_(raw["gradient"][name])
+
+
+def raw_average(patch: Patch) -> None:
+    raw = _keeping(patch, "release_tensors")
+
+    @instead(patch, StepAverage, "weights")
+    def _(real: Any, self: StepAverage) -> Any:
+        return {name: value - 0.1 * raw["gradient"][name] for name, value in real(self).items()}
+
+
+def empty_draw_silent(patch: Patch) -> None:
+    @instead(patch, ChargedStep, "release_tensors")
+    def _(real: Any, self: ChargedStep, name: str, sums: Any, **options: Any) -> Any:
+        if all(not bool(value.any()) for value in sums.values()):
+            return ReleasedTensors({key: value.clone() for key, value in sums.items()})
+        return real(self, name, sums, **options)
+
+
+def drawn_divisor(patch: Patch) -> None:
+    real_release = xcal.training.steps.release_gradient
+    drawn = [1]
+
+    @instead(patch, ChargedStep, "draw")
+    def _(real: Any, self: ChargedStep, units: Any) -> Any:
+        batch = real(self, units)
+        drawn[0] = max(1, batch.n_units)
+        return batch
+
+    def release(bench: Any, *args: Any, **options: Any) -> Any:
+        return real_release(replace(bench, batch=drawn[0]), *args, **options)
+
+    everywhere(patch, real_release, release)
+
+
+def drawn_signal_divisor(patch: Patch) -> None:
+    drawn = [1]
+
+    @instead(patch, ChargedStep, "draw")
+    def _(real: Any, self: ChargedStep, units: Any) -> Any:
+        batch = real(self, units)
+        drawn[0] = max(1, batch.n_units)
+        return batch
+
+    @instead(patch, ChargedStep, "release_scalar")
+    def _(real: Any, self: ChargedStep, name: str, value: float) -> float:
+        found = real(self, name, value)
+        return found * 25 / drawn[0] if name == "signal" else found
+
+
+def answered_divisor(patch: Patch) -> None:
+    real = xcal.training.central.private_mean
+
+    def mutated(bench: Any, updates: Any, **options: Any) -> Any:
+        return real(replace(bench, participants=len(updates)), updates, **options)
+
+    everywhere(patch, real, mutated)
+
+
+# --- C and D --------------------------------------------------------------------------------------
+
+
+def own_count_clips(patch: Patch) -> None:
+    """The norm that this step's own count asks for, in this step."""
+    real = xcal.training.adaptive.clipped_sum
+
+    def mutated(bench: Any, batch: Any, bound: Any = None, **options: Any) -> Any:
+        sums = real(bench, batch, bound, **options)
+        if bound is None:
+            return sums
+        usual = float(sums.norms.double().sum()) / bench.batch  # over B: also where nobody is drawn
+        middle = bound.norm * (0.5 + usual) / (1 + usual)  # never above what was charged for
+        return real(bench, batch, Bound(middle, bound.geometry), **options)
+
+    patch.setattr(xcal.training.adaptive, "clipped_sum", mutated)
+
+
+def count_not_centred(patch: Patch) -> None:
+    real = xcal.training.adaptive.centred_count
+
+    def mutated(norms: Any, clip: float, counted: Any) -> float:
+        return float((norms <= clip)[counted].sum())
+
+    everywhere(patch, real, mutated)
+
+
+def _brightest(bench: Bench, channels: tuple[int, ...]) -> tuple[int, ...]:
+    """As many channels as were chosen, by the client's own pictures."""
+    count = len(bench.model.get_parameter("conv.bias")) if hasattr(bench.model, "conv") else 8
+    first = int(bench.data._images.pixels.astype(np.int64).sum()) % count
+    return tuple(sorted((first + k) % count for k in range(len(channels))))
+
+
+def private_geometry(patch: Patch) -> None:
+    real = xcal.training.xcal.next_bound
+
+    def mutated(bench: Bench, rule: XcalRule, state: Any) -> Any:
+        state, _ = real(bench, rule, state)
+        if state.channels:
+            state = replace(state, channels=_brightest(bench, state.channels))
+        return real(bench, rule, state)
+
+    patch.setattr(xcal.training.xcal, "next_bound", mutated)
+
+
+def private_channels(patch: Patch) -> None:
+    @instead(patch, ProtectedChannels, "step")
+    def _(real: Any, self: Any, bench: Bench, step: int, experiment: Any, plan: Any, state: Any):
+        if state.channels is None:
+            state = replace(state, channels=_brightest(bench, (0,)))
+        return real(self, bench, step, experiment, plan, state)
+
+
+def less_than_charged(patch: Patch) -> None:
+    """The published rule's σ_step, not held to the lowest that was charged."""
+
+    @instead(patch, ChargedStep, "_take")
+    def _(real: Any, self: ChargedStep, name: str, sensitivity: Any, noise: Any) -> Any:
+        taken = real(self, name, sensitivity, None)
+        return taken if noise is None else Release(name, 0.9 * taken.noise, taken.sensitivity)
+
+
+def scaled_fraction(patch: Patch) -> None:
+    real = xcal.training.xcal._gradient_and_scores
+
+    def mutated(bench: Any, step: int, batch: Any, rule: XcalRule, bound: Any) -> Any:
+        sums, centred, counted = real(bench, step, batch, rule, bound)
+        return sums, centred / rule.signal_fraction, counted
+
+    patch.setattr(xcal.training.xcal, "_gradient_and_scores", mutated)
+
+
+# --- who is drawn ---------------------------------------------------------------------------------
+
+
+def other_rate(patch: Patch) -> None:
+    @instead(patch, LocalData, "draw")
+    def _(real: Any, self: LocalData, rate: float, noise: Any, key: Any) -> Any:
+        return real(self, min(1.0, 1.5 * rate), noise, key)
+
+
+def other_rate_charged(patch: Patch) -> None:
+    def draw(self: ChargedStep, units: Any) -> Any:
+        return units.draw(min(1.0, 1.5 * self.mechanism.rate), self._noise, self._key("draw"))
+
+    patch.setattr(ChargedStep, "draw", draw)
+
+
+def _other_draw(patch: Patch, mutated: Callable[[Any, float, Any], Any]) -> None:
+    real = xcal.data.sampling.poisson_draw
+    everywhere(patch, real, lambda uniforms, rate: mutated(uniforms, rate, real))
+
+
+def fixed_size(patch: Patch) -> None:
+    def drawn(uniforms: Any, rate: float, real: Any) -> Any:
+        return np.sort(np.argsort(uniforms)[: round(rate * len(uniforms))]).astype(np.int64)
+
+    _other_draw(patch, drawn)
+
+
+def truncated(patch: Patch) -> None:
+    def drawn(uniforms: Any, rate: float, real: Any) -> Any:
+        return real(uniforms, rate)[: math.ceil(rate * len(uniforms))]
+
+    _other_draw(patch, drawn)
+
+
+def drawn_twice(patch: Patch) -> None:
+    def drawn(uniforms: Any, rate: float, real: Any) -> Any:
+        units = real(uniforms, rate)
+        return np.sort(np.concatenate([units[:1], units]))
+
+    real = xcal.data.sampling.poisson_draw
+    patch.setattr(xcal.training.local, "poisson_draw", lambda u, rate: drawn(u, rate, real))
+
+
+def views_as_units(patch: Patch) -> None:
+    @instead(patch, LocalData, "draw")
+    def _(real: Any, self: LocalData, *args: Any) -> Any:
+        batch = real(self, *args)
+        if batch.plain is None:
+            return batch
+        return replace(batch, units=torch.arange(len(batch.units)), n_units=len(batch.units))
+
+
+def null_units_left_out(patch: Patch) -> None:
+    """The rate, the steps and the draw follow the real number of units."""
+
+    @instead(patch, LocalData, "__init__")
+    def _(real: Any, self: LocalData, *args: Any, **options: Any) -> None:
+        real(self, *args, **options | {"declared_units": None})
+
+
+def too_many_images(patch: Patch) -> None:
+    real = xcal.data.sampling.images_of
+
+    def mutated(drawn: Any, table: Any, images_per_unit: int, chosen: Any = None) -> Any:
+        return real(drawn, table, max(images_per_unit, int(table.sizes.max(initial=1))), chosen)
+
+    patch.setattr(xcal.training.local, "images_of", mutated)
+
+
+def cap_ignored(patch: Patch) -> None:
+    real = xcal.data.sampling.cap_groups
+    everywhere(patch, real, lambda groups, cap, rng: np.arange(len(groups)))
+
+
+def seeded_draws(patch: Patch) -> None:
+    @instead(patch, LocalData, "draw")
+    def _(real: Any, self: LocalData, rate: float, noise: Any, key: NoiseKey) -> Any:
+        return real(self, rate, SeededNoise(0), key)
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def key_without(part: str) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        def text(key: NoiseKey) -> tuple[Any, ...]:
+            return astuple(replace(key, **{part: type(getattr(key, part))()}))
+
+        patch.setattr(xcal.privacy.noise, "astuple", text)
+
+    return plant
+
+
+def one_key(patch: Patch) -> None:
+    """Signal and gradient take their noise from one stream; the guard of seeded noise is off."""
+
+    @instead(patch, SeededNoise, "_stream")
+    def _(real: Any, self: SeededNoise, key: NoiseKey) -> int:
+        self._last.clear()
+        return real(self, key)
+
+    @instead(patch, ChargedStep, "__init__")
+    def _(real: Any, self: ChargedStep, mechanism: Any, noise: Any, key: Any) -> None:
+        real(self, mechanism, noise, lambda block: key("draw" if block == "draw" else "gradient"))
+
+
+def keyed_by_a_seed(patch: Patch) -> None:
+    def rekey(self: SecureNoise) -> None:
+        self._process = os.getpid()
+        twister = np.random.default_rng(int(torch.initial_seed()) % 2**32)
+        cipher = Cipher(algorithms.AES(twister.bytes(32)), modes.CTR(os.urandom(16)))
+        self._stream = cipher.encryptor()
+
+    patch.setattr(SecureNoise, "_rekey", rekey)
+
+
+def short_key(patch: Patch) -> None:
+    def rekey(self: SecureNoise) -> None:
+        self._process = os.getpid()
+        key = (os.urandom(4) * 8)[:32]
+        self._stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+
+    patch.setattr(SecureNoise, "_rekey", rekey)
+
+
+def not_rekeyed(patch: Patch) -> None:
+    @instead(patch, SecureNoise, "_words")
+    def _(real: Any, self: SecureNoise, count: int) -> Any:
+        self._process = os.getpid()
+        return real(self, count)
+
+
+def shared_source(patch: Patch) -> None:
+    """One secure source for all sites of a process, each taking up its stream from the start."""
+    key, start = os.urandom(32), os.urandom(16)
+
+    def rekey(self: SecureNoise) -> None:
+        self._process = os.getpid()
+        self._stream = Cipher(algorithms.AES(key), modes.CTR(start)).encryptor()
+
+    patch.setattr(SecureNoise, "_rekey", rekey)
+
+
+def seeded_home(patch: Patch) -> None:
+    def noise(self: ClientHome) -> Any:
+        return SeededNoise(self.about.seed or 0)
+
+    patch.setattr(ClientHome, "noise", noise)
+
+
+def seeded_engine(patch: Patch) -> None:
+    real = xcal.federation.local._noise
+
+    def noise(experiment: Any) -> Any:
+        return real(experiment.model_copy(update={"noise": "seeded", "homes": None}))
+
+    patch.setattr(xcal.federation.local, "_noise", noise)
+
+
+# --- which check must notice which ----------------------------------------------------------------
+
+SHORT = "tests/audit/test_short_audit.py::"
 SENSITIVITY = (
     "tests/properties/test_sensitivity.py::"
     "test_one_unit_moves_every_release_by_at_most_what_was_paid_for"
 )
+AS_DRAWN = "tests/properties/test_sensitivity.py::test_so_it_is_as_a_client_draws_and_computes"
+TAINT = (
+    "tests/taint/test_taint.py::"
+    "test_nothing_a_run_writes_depends_on_private_data_but_through_releases"
+)
+ORDER = "tests/conformance/test_order.py::test_a_step_is_paid_for_then_drawn_then_released"
+ASKED = "tests/conformance/test_results_of_releases.py::"
+FOLLOWS = ASKED + "test_what_a_step_asks_for_follows_from_releases_only"
+ENTROPY = "tests/conformance/test_entropy.py::"
+ROWS = "tests/properties/test_rows_of_units.py::"
+KEYS = "tests/statistical/test_noise.py::test_two_keys_give_independent_streams"
+SAMPLING = "tests/properties/test_sampling.py::"
+ACCOUNT = "tests/properties/test_account.py::"
+METHODS = "tests/conformance/test_methods.py::"
+
 MUTANTS = (
     Mutant(
         "half-noise",
@@ -166,39 +623,6 @@ MUTANTS = (
         "gradients are not clipped",
         no_clipping,
         (SHORT + "test_loud_pictures_are_not_found", SENSITIVITY + "[fl-dp-record]"),
-    ),
-    Mutant(
-        "signal-free",
-        "the signal is released but not charged",
-        signal_not_charged,
-        (SHORT + "test_every_release_of_a_step_was_charged[xcal]",),
-    ),
-    Mutant(
-        "two-draws",
-        "a shared batch is charged as two independent ones",
-        two_draws,
-        (
-            SHORT + "test_every_release_of_a_step_was_charged[xcal-paper]",
-            SENSITIVITY + "[xcal-paper-record]",
-        ),
-    ),
-    Mutant(
-        "budget-reset",
-        "the budget starts anew every round",
-        budget_reset,
-        (
-            SHORT + "test_charges_stay_within_the_budget_over_all_rounds[xcal]",
-            "tests/properties/test_account.py::test_a_ledger_continues_over_processes",
-        ),
-    ),
-    Mutant(
-        "drawn-divisor",
-        "sums are divided by the drawn batch size, at small n",
-        drawn_divisor,
-        (
-            SHORT + "test_the_drawn_size_is_not_given_away",
-            "tests/equivalence/test_steps.py::test_no_noise_and_no_clipping_is_plain_sgd",
-        ),
     ),
     Mutant(
         "private-fill",
@@ -219,10 +643,330 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "neighbours-kept",
+        "kept activations are centred over the draw",
+        neighbours_in_activations,
+        (
+            AS_DRAWN + "[fl-dp-Beginning]",
+            "tests/equivalence/test_frozen_beginning.py::"
+            "test_clipped_sums_are_those_of_the_whole_network[head-1]",
+        ),
+    ),
+    Mutant(
+        "signal-free",
+        "the signal is released but not charged",
+        signal_not_charged,
+        (SHORT + "test_every_release_of_a_step_was_charged[xcal]",),
+    ),
+    Mutant(
+        "two-draws",
+        "a shared batch is charged as two independent ones",
+        two_draws,
+        (
+            SHORT + "test_every_release_of_a_step_was_charged[xcal-paper]",
+            SENSITIVITY + "[xcal-paper-record]",
+        ),
+    ),
+    Mutant(
+        "other-order",
+        "costs are those of a smaller order than the budget's",
+        other_order,
+        (METHODS + "test_spending_stays_within_the_budget[fl-dp]",),
+    ),
+    Mutant(
+        "empty-free",
+        "whoever draws nobody is not charged",
+        empty_draw_free,
+        (TAINT + "[fl-dp-0]", ORDER + "[fl-dp-0]"),
+    ),
+    Mutant(
+        "draw-first",
+        "the batch is drawn before it is paid for",
+        draw_before_pay,
+        (ORDER + "[xcal-0]",),
+    ),
+    Mutant(
+        "charge-late",
+        "the ledger hears of a step when the next one is charged",
+        charge_after_release,
+        (ORDER + "[fl-dp-0]",),
+    ),
+    Mutant(
+        "budget-reset",
+        "the budget starts anew every round",
+        budget_reset,
+        (
+            SHORT + "test_charges_stay_within_the_budget_over_all_rounds[xcal]",
+            ACCOUNT + "test_a_ledger_continues_over_processes",
+        ),
+    ),
+    Mutant(
+        "plan-ignored",
+        "a fixed plan's run takes steps of another rate or less noise",
+        plan_ignored,
+        (
+            "tests/unit/test_fixed_plans.py::test_a_step_that_was_not_planned_is_refused_and_not_charged",
+        ),
+    ),
+    Mutant(
+        "steps-uncounted",
+        "a fixed plan's run takes more steps than were planned",
+        steps_uncounted,
+        ("tests/unit/test_fixed_plans.py::test_exactly_the_planned_steps_are_admitted",),
+    ),
+    Mutant(
+        "odometer-reset",
+        "the odometer counts the last round only",
+        odometer_reset,
+        (ASKED + "test_what_a_run_says_it_spent_is_what_its_ledger_says[fl-dp]",),
+    ),
+    Mutant(
+        "rounded-down",
+        "sums of costs are rounded downwards",
+        rounded_down,
+        ("tests/properties/test_filter.py::test_adding_up_errs_upwards_and_by_little",),
+    ),
+    Mutant(
         "noise-reused",
         "the noise of a redone step is reused with other weights",
         noise_reused,
-        ("tests/properties/test_account.py::test_replay_with_other_inputs_is_refused",),
+        (ACCOUNT + "test_replay_with_other_inputs_is_refused",),
+    ),
+    Mutant(
+        "floor-ignored",
+        "the owner's lowest noise multiplier is not looked at in a step",
+        floor_ignored,
+        (
+            "tests/federation/test_answer.py::"
+            "test_the_lowest_noise_holds_for_a_step_that_its_plan_did_not_tell_of",
+        ),
+    ),
+    Mutant(
+        "raw-trace",
+        "the trace holds the signal without noise",
+        raw_signal_traced,
+        (TAINT + "[xcal-0]",),
+    ),
+    Mutant(
+        "raw-count",
+        "C is steered by the count without noise",
+        raw_count_steers,
+        (TAINT + "[adaptive-clip-0]", FOLLOWS + "[adaptive-clip-0]"),
+    ),
+    Mutant(
+        "raw-norms",
+        "adap-dpfl's C follows the norms without noise",
+        raw_norms_steer,
+        (TAINT + "[adap-dpfl-0]",),
+    ),
+    Mutant(
+        "raw-momentum",
+        "the momentum buffer is fed with gradients without noise",
+        raw_momentum,
+        (TAINT + "[fl-dp-3]",),
+    ),
+    Mutant(
+        "raw-average",
+        "the averaged weights hold a gradient without noise",
+        raw_average,
+        (TAINT + "[fl-dp-2]",),
+    ),
+    Mutant(
+        "empty-silent",
+        "an empty draw gets no noise",
+        empty_draw_silent,
+        (ASKED + "test_an_empty_draw_gets_noise_on_every_coordinate[fl-dp-0]", TAINT + "[fl-dp-0]"),
+    ),
+    Mutant(
+        "drawn-divisor",
+        "sums are divided by the drawn batch size, at small n",
+        drawn_divisor,
+        (
+            SHORT + "test_the_drawn_size_is_not_given_away",
+            "tests/equivalence/test_steps.py::test_no_noise_and_no_clipping_is_plain_sgd",
+            TAINT + "[fl-dp-0]",
+        ),
+    ),
+    Mutant(
+        "drawn-signal",
+        "the signal is divided by the drawn batch size",
+        drawn_signal_divisor,
+        (TAINT + "[xcal-1]",),
+    ),
+    Mutant(
+        "answered-divisor",
+        "a trusted server divides by how many clients answered",
+        answered_divisor,
+        (
+            "tests/properties/test_sensitivity.py::test_a_server_divides_by_how_many_were_asked",
+            "tests/unit/test_central.py::test_noise_on_the_mean_is_z_times_s_over_m",
+        ),
+    ),
+    Mutant(
+        "own-count",
+        "a step clips to what its own norms say",
+        own_count_clips,
+        (FOLLOWS + "[adaptive-clip-0]",),
+    ),
+    Mutant(
+        "count-uncentred",
+        "the count of units within C is not centred",
+        count_not_centred,
+        (SENSITIVITY + "[adaptive-clip-record]",),
+    ),
+    Mutant(
+        "private-geometry",
+        "xcal's spared channels are read from private images",
+        private_geometry,
+        (TAINT + "[xcal-2]", FOLLOWS + "[xcal-2]"),
+    ),
+    Mutant(
+        "private-channels",
+        "agp-dp's spared channels are read from private images",
+        private_channels,
+        (TAINT + "[agp-dp-0]", FOLLOWS + "[agp-dp-0]"),
+    ),
+    Mutant(
+        "below-charged",
+        "xcal-paper's σ falls below the one charged",
+        less_than_charged,
+        (SENSITIVITY + "[xcal-paper-record]", ORDER + "[xcal-paper-0]"),
+    ),
+    Mutant(
+        "scaled-fraction",
+        "a signal of some units is scaled up to all of them",
+        scaled_fraction,
+        (SENSITIVITY + "[xcal signal_fraction = 0.5-record]",),
+    ),
+    Mutant(
+        "other-rate",
+        "data are drawn at another rate than they are asked for",
+        other_rate,
+        (ROWS + "test_every_row_is_of_the_unit_it_comes_from",),
+    ),
+    Mutant(
+        "rate-uncharged",
+        "a charged step draws at another rate than was charged",
+        other_rate_charged,
+        (ORDER + "[fl-dp-0]",),
+    ),
+    Mutant(
+        "fixed-size",
+        "every batch has the same size",
+        fixed_size,
+        (
+            SAMPLING + "test_a_unit_is_drawn_by_its_own_uniform_alone",
+            ROWS + "test_every_row_is_of_the_unit_it_comes_from",
+        ),
+    ),
+    Mutant(
+        "truncated",
+        "a draw is cut off at its expected size",
+        truncated,
+        (
+            SAMPLING + "test_a_unit_is_drawn_by_its_own_uniform_alone",
+            ROWS + "test_every_row_is_of_the_unit_it_comes_from",
+        ),
+    ),
+    Mutant(
+        "unit-twice",
+        "a drawn unit counts twice",
+        drawn_twice,
+        (ROWS + "test_every_row_is_of_the_unit_it_comes_from", AS_DRAWN + "[fl-dp-Beginning]"),
+    ),
+    Mutant(
+        "views-as-units",
+        "every view of an image is a unit of its own",
+        views_as_units,
+        (ROWS + "test_every_row_is_of_the_unit_it_comes_from", AS_DRAWN + "[fl-dp-Beginning]"),
+    ),
+    Mutant(
+        "null-undrawn",
+        "rate and draw follow the real number of units, not the declared one",
+        null_units_left_out,
+        (
+            ROWS + "test_every_row_is_of_the_unit_it_comes_from",
+            "tests/properties/test_declared_units.py::"
+            "test_whoever_else_is_drawn_does_not_depend_on_a_unit_that_is_not_there",
+        ),
+    ),
+    Mutant(
+        "too-many-images",
+        "all images of a group are used, whatever images_per_unit says",
+        too_many_images,
+        (ROWS + "test_every_row_is_of_the_unit_it_comes_from",),
+    ),
+    Mutant(
+        "cap-ignored",
+        "group_cap is not enforced",
+        cap_ignored,
+        (SAMPLING + "test_a_cap_is_enforced_and_costs_no_more_than_it_must",),
+    ),
+    Mutant(
+        "seeded-draws",
+        "draws come from a seed where noise is secure",
+        seeded_draws,
+        (ENTROPY + "test_who_is_drawn_and_how_is_decided_by_entropy_alone",),
+    ),
+    *(
+        Mutant(
+            f"key-no-{part}",
+            f"seeded noise is the same for every {part}",
+            key_without(part),
+            (f"{KEYS}[other{number}]",),
+        )
+        for number, part in ((0, "client"), (1, "method"), (2, "round"), (3, "step"), (4, "block"))
+    ),
+    Mutant(
+        "one-key",
+        "signal and gradient take their noise from one stream",
+        one_key,
+        (FOLLOWS + "[xcal-0]", ORDER + "[xcal-0]"),
+    ),
+    Mutant(
+        "seed-keyed",
+        "secure noise is keyed by torch's seed",
+        keyed_by_a_seed,
+        (
+            ENTROPY + "test_the_system_s_entropy_decides_and_nothing_else",
+            ENTROPY + "test_keys_have_256_bits_and_come_as_the_system_gave_them",
+        ),
+    ),
+    Mutant(
+        "short-key",
+        "secure noise is keyed by 32 bits",
+        short_key,
+        (ENTROPY + "test_keys_have_256_bits_and_come_as_the_system_gave_them",),
+    ),
+    Mutant(
+        "fork-repeats",
+        "a forked child goes on with its parent's stream",
+        not_rekeyed,
+        (
+            ENTROPY + "test_a_forked_child_repeats_nothing",
+            "tests/statistical/test_noise.py::test_a_forked_process_draws_its_own",
+        ),
+    ),
+    Mutant(
+        "shared-stream",
+        "all secure sources of a process have one stream",
+        shared_source,
+        (
+            ENTROPY + "test_every_source_has_a_stream_of_its_own",
+            ENTROPY + "test_the_local_engine_gives_every_site_a_stream_of_its_own",
+        ),
+    ),
+    Mutant(
+        "seeded-home",
+        "a deployed client's noise comes from a seed",
+        seeded_home,
+        (ENTROPY + "test_a_deployed_client_draws_from_its_system_whatever_a_request_says",),
+    ),
+    Mutant(
+        "seeded-engine",
+        "given homes are charged for noise from the experiment's seed",
+        seeded_engine,
+        (ENTROPY + "test_the_local_engine_gives_every_site_a_stream_of_its_own[homes]",),
     ),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -5,6 +5,7 @@ Run under the mutants of `mutants.py`, each of these must fail for those that na
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from audit.mutants import BY_NAME
+from audit.mutants import BY_NAME, MUTANTS
+from support import ROOT
 from xcal.audit.alone import train_alone
 from xcal.audit.onerun import audit_method
 from xcal.config import Experiment, make_experiment
@@ -121,3 +123,12 @@ def test_the_drawn_size_is_not_given_away() -> None:
     )
     ratios = [d / (r.sigma * made.clip) for d, r in zip(deviations, trained.trace, strict=True)]
     assert max(abs(r - 1) for r in ratios) < 0.03
+
+
+def test_every_mutant_has_a_name_of_its_own_and_was_noticed_when_last_planted() -> None:
+    found = json.loads((ROOT / "benchmarks/results/audit/mutants.json").read_text())
+    assert found["sound"]
+    rows = {row["mutant"]: row["caught"] for row in found["mutants"]}
+    assert len(BY_NAME) == len(MUTANTS)
+    assert {m.name: set(m.checks) for m in MUTANTS} == {n: set(c) for n, c in rows.items()}
+    assert all(caught and all(caught.values()) for caught in rows.values())

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from support import tiny_home
-from wire import a_request, ask, changed
+from wire import KEYS, a_request, ask, changed
+from xcal.config import make_experiment
 from xcal.errors import UserError
 from xcal.federation.answer import answer
 from xcal.federation.home import ClientHome
@@ -21,8 +22,10 @@ from xcal.federation.messages import (
     Request,
     decode_answer,
     encode_request,
+    public_keys,
 )
 from xcal.federation.refusals import CODES
+from xcal.methods.registry import method_of
 from xcal.privacy import ledger
 from xcal.privacy.ledger_rows import Terms, charges_of, read_rows, runs_of, verify
 
@@ -167,6 +170,31 @@ def test_the_lowest_noise_holds_at_every_step(tmp_path: Path) -> None:
     assert ask(home, a_request()) == Refusal("0", "sigma-too-low")
     charges = charges_of(read_rows(home / "ledger.sqlite"), "trial")
     assert all(c.sigma >= floor for c in charges)
+
+
+def test_the_lowest_noise_holds_for_a_step_that_its_plan_did_not_tell_of(tmp_path: Path) -> None:
+    """Losses that a server sends lower adap-dpfl's noise below that of the plan admitted."""
+    experiment = make_experiment({**KEYS, "method": "adap-dpfl", "sigma_decay": 0.5, "rounds": 6})
+    plan = method_of(experiment).plan(experiment, 51, 6)
+    assert plan is not None
+    floor = 0.9 * plan.sigma_joint_min
+    request = a_request(
+        experiment=public_keys(experiment),
+        round=4,
+        own_rounds=tuple(range(6)),
+        validation_losses=(4.0, 3.0, 2.0, 1.0),
+    )
+    found = {}
+    for lowest in (0.0, floor):
+        home = tiny_home(tmp_path / str(lowest), sigma_min=lowest, methods=("adap-dpfl",))
+        told = ask(home, request)
+        rows = read_rows(home / "ledger.sqlite")
+        found[lowest] = (told, [c.sigma for c in charges_of(rows, "trial")])
+    assert isinstance(found[0.0][0], Reply)
+    assert min(found[0.0][1]) < floor  # else there would be nothing to refuse
+    assert found[floor] == (Refusal("0", "sigma-too-low"), [])
+    # as admitted, the run goes on
+    assert isinstance(ask(home, replace(request, validation_losses=())), Reply)
 
 
 def test_what_the_owner_does_not_report_stays(tmp_path: Path) -> None:
