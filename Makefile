@@ -12,7 +12,7 @@ help:
 	@echo "make test-federation   Flower and NVIDIA FLARE, with real processes (70 minutes on busy cores)"
 	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (40 minutes on busy cores)"
-	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (the latter 17 minutes on busy cores)"
+	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (the latter 14 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
 	@echo "make install  only the set-up: .venv with the package and its test extra"

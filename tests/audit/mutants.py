@@ -718,7 +718,7 @@ MUTANTS = (
         "odometer-reset",
         "the odometer counts the last round only",
         odometer_reset,
-        (ASKED + "test_what_a_run_says_it_spent_is_what_its_ledger_says[fl-dp]",),
+        (ASKED + "test_what_a_run_says_it_spent_is_what_its_ledger_says[xcal]",),
     ),
     Mutant(
         "rounded-down",
@@ -812,7 +812,11 @@ MUTANTS = (
         "count-uncentred",
         "the count of units within C is not centred",
         count_not_centred,
-        (SENSITIVITY + "[adaptive-clip-record]",),
+        (
+            "tests/properties/test_sensitivity.py::"
+            "test_a_unit_within_c_counts_a_half_and_one_beyond_it_minus_a_half[adaptive-clip]",
+            "tests/properties/test_sensitivity.py::test_centred_count_moves_by_half",
+        ),
     ),
     Mutant(
         "private-geometry",
@@ -836,7 +840,10 @@ MUTANTS = (
         "scaled-fraction",
         "a signal of some units is scaled up to all of them",
         scaled_fraction,
-        (SENSITIVITY + "[xcal signal_fraction = 0.5-record]",),
+        (
+            "tests/properties/test_sensitivity.py::"
+            "test_some_units_give_the_signal_that_they_give_among_all",
+        ),
     ),
     Mutant(
         "other-rate",

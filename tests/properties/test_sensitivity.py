@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from typing import Literal, get_args, get_origin
 
 import numpy as np
@@ -340,6 +341,40 @@ def check_moves(case: str, both: Caught, without: Caught, clip: float) -> None:
     joint = joint_sigma(*(r.noise / r.sensitivity for r in declared.values()))
     assert both.charge["sigma"] == pytest.approx(joint, rel=1e-12)
     assert both.charge["rate"] == EXPECTED / UNITS
+
+
+def ordinary(count: int, seed: int = 3) -> Batch:
+    source = torch.Generator().manual_seed(seed)
+    images = torch.randn((count, 3, PIXELS, PIXELS), generator=source)
+    labels = torch.randint(0, CLASSES, (count,), generator=source)
+    return Batch(images, labels, torch.arange(count), count)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_unit_within_c_counts_a_half_and_one_beyond_it_minus_a_half(case):
+    """To the bit: what was charged for is all that there is, and none of it is left out."""
+    for clip, count in ((1e6, 0.5), (1e-6, -0.5)):
+        found = run_step(case, network(1, 1.0), ordinary(1), clip, SignalSettings())
+        if "count" in found.declared:
+            assert found.sums["count"] == count
+            four = run_step(case, network(1, 1.0), ordinary(4), clip, SignalSettings())
+            assert four.sums["count"] == 4 * count
+
+
+def test_some_units_give_the_signal_that_they_give_among_all():
+    """Whoever enters a signal of some of the units enters as he is, not in others' place."""
+    batch = ordinary(6)
+    for seed in range(3):
+
+        def signal(case: str, drawn: Batch, seed: int = seed) -> float:
+            return run_step(case, network(seed, 1.0), drawn, 1.0, SignalSettings()).sums["signal"]
+
+        alone = [signal("xcal", keep(batch, [unit])) for unit in range(6)]
+        some = signal("xcal signal_fraction = 0.5", batch)
+        subsets = product((0.0, 1.0), repeat=6)
+        sums = [math.fsum(a * b for a, b in zip(alone, one, strict=True)) for one in subsets]
+        assert signal("xcal", batch) == pytest.approx(math.fsum(alone), abs=1e-5)
+        assert min(abs(some - one) for one in sums) < 1e-5
 
 
 # --- as a client draws them: views, kept activations, passes of one size --------------------------
