@@ -58,8 +58,8 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: fl
 
 @pytest.fixture(scope="module")
 def static(same_noise_for_every_method: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`fl-dp`, the base of most."""
-    return trained(tmp_path_factory.mktemp("static") / "run", method="fl-dp")
+    """`fl-dp` under the accountant of all, the base of most."""
+    return trained(tmp_path_factory.mktemp("static") / "run", method="fl-dp", accountant="renyi")
 
 
 def test_the_published_rule_without_signal_and_band_is_static_noise(

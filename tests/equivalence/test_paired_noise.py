@@ -45,7 +45,7 @@ def apart(base: Path, one: dict[str, Any], two: dict[str, Any], **keys: Any) -> 
 
 def test_methods_that_do_the_same_give_the_same_model(tmp_path: Path) -> None:
     """A signal that is next to free and moves nothing is static noise."""
-    static = {"method": "fl-dp"}
+    static = {"method": "fl-dp", "accountant": "renyi"}
     still = {"method": "xcal", "w": 0.0, "kappa": 1e4, "signal_source": "constant"}
     own = apart(tmp_path, static, still)
     shared = apart(tmp_path, static, still, paired=True)
