@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from support import Micro, micro
 from xcal.methods.base import shape_of
+from xcal.methods.dp_fedavg import CentralNoise
 from xcal.methods.fl_dp import StaticNoise
 from xcal.privacy.accounting import step_cost
 from xcal.privacy.calibration import plan_static
+from xcal.privacy.filter import BudgetExhausted
 from xcal.training.clipping import Bound
 from xcal.training.local import Bench, StepRecord, trainable
 from xcal.training.steps import clipped_sum, dp_step, gradient_release, release_gradient
@@ -125,6 +127,38 @@ class SometimesFree(_Own):
             dp_step(bench, step, sigma=plan.sigma_static)
 
 
+class HaltsWithRawWeights(_Own):
+    """Honest for two steps, then halts with somebody's gradient in the weights."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        if step < 2:
+            dp_step(bench, step, sigma=plan.sigma_static)
+            return
+        with torch.no_grad():
+            for name, value in _raw(bench).items():
+                trainable(bench.model)[name].sub_(value, alpha=0.01)
+        raise BudgetExhausted("as if")
+
+
+@dataclass(frozen=True)
+class FreeServer(CentralNoise):
+    """A trusted server that adds no noise and charges nothing."""
+
+    def server_step(
+        self, bench: Any, experiment: Any, plan: Any, updates: Any, state: None
+    ) -> tuple[Any, None]:
+        return {name: value / len(updates) for name, value in updates[0].items()}, None
+
+
+@dataclass(frozen=True)
+class LessServerNoise(CentralNoise):
+    """Plans with a millionth of the noise that its ε takes."""
+
+    def server_plan(self, experiment: Any, participants: int) -> Any:
+        plan = super().server_plan(experiment, participants)
+        return replace(plan, sigma_static=plan.sigma_static * 1e-6)
+
+
 @dataclass(frozen=True)
 class NoPlan(StaticNoise):
     """Says that it is private, and plans nothing."""
@@ -170,6 +204,9 @@ less_noise = LessNoise("mine")
 clips_less = ClipsLess("mine")
 pays_for_another_step = PaysForAnotherStep("mine")
 sometimes_free = SometimesFree("mine")
+halts_with_raw_weights = HaltsWithRawWeights("mine")
+free_server = FreeServer(name="mine")
+less_server_noise = LessServerNoise(name="mine")
 no_plan = NoPlan("mine")
 larger_budget = LargerBudget("mine")
 less_planned_noise = LessPlannedNoise("mine")
@@ -186,8 +223,9 @@ STEPS = (
     "clips_less",
     "pays_for_another_step",
     "sometimes_free",
+    "halts_with_raw_weights",
 )
-PLANS = ("no_plan", "larger_budget", "less_planned_noise", "larger_epsilon")
+PLANS = ("less_server_noise", "no_plan", "larger_budget", "less_planned_noise", "larger_epsilon")
 
 
 # --- networks -------------------------------------------------------------------------------------

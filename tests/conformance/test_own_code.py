@@ -17,6 +17,7 @@ from xcal.errors import UserError
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import prepare
 from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, verify
+from xcal.privacy.mechanism import UnchargedRelease
 from xcal.training.independence import DependentNetwork
 
 QUICK = {**TINY, "unit": "record", "rounds": 2, "road_images": 0, "road_test_images": 0}
@@ -40,6 +41,12 @@ def test_a_step_that_its_charge_does_not_cover_ends_the_run(name: str, tmp_path:
     assert refusal.value.code == "uncharged"
     for path in find_ledgers(tmp_path / "run"):
         assert verify(path).ok
+
+
+def test_a_server_that_charges_nothing_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UnchargedRelease):
+        xcal.run(tmp_path / "run", **{**QUICK, "method": "misbehaving:free_server"})
+    assert "result.json" not in left_by(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", misbehaving.PLANS)

@@ -15,9 +15,10 @@ from wire import a_request, ask
 from xcal.config import make_experiment, to_toml
 from xcal.federation.answer import answer
 from xcal.federation.folder import RunFolder
-from xcal.federation.home import ClientHome
+from xcal.federation.home import ClientHome, HomeTable, create_home
 from xcal.federation.local import run_experiment
 from xcal.federation.messages import Refusal, Reply
+from xcal.federation.policy import Policy
 from xcal.federation.setup import prepare_remote
 from xcal.privacy.ledger_rows import charges_of, read_rows
 
@@ -48,7 +49,8 @@ def test_plan_rate_steps_and_report_follow_the_declaration(invoke: Invoke, tmp_p
     policy = home / "policy.toml"
     policy.write_text(policy.read_text().replace('["small"', '["support:micro"'))
     report = reply_of(home).answer.report
-    assert (report.units, report.add_remove, report.steps) == (80, True, 8)
+    # Its images are a part of a trial's, which one person less would deal out anew.
+    assert (report.units, report.add_remove, report.steps) == (80, False, 8)
     charges = charges_of(read_rows(home / "ledger.sqlite"), "trial")
     assert {c.rate for c in charges} == {10 / 80}
     code, out, _ = invoke("home", "check", str(home))
@@ -79,7 +81,37 @@ def test_a_home_without_a_declaration_trains_as_before(tmp_path: Path) -> None:
     assert one.weights is not None and two.weights is not None
     assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
     assert (one.report.units, two.report.units) == (REAL, REAL)
-    assert (one.report.add_remove, two.report.add_remove) == (False, True)
+    assert (one.report.add_remove, two.report.add_remove) == (False, False)
+
+
+def own_home(path: Path, client: str, units: int | None) -> Path:
+    """A home whose images are its own, and nobody deals them out."""
+    about = HomeTable(
+        client=client,
+        population="clinic",
+        data="support:tiny",
+        threads=1,
+        units=units,
+        simulated=True,
+        seed=0,
+    )
+    policy = Policy(
+        epsilon_total=20.0,
+        delta_total=1e-2,
+        epsilon_run=8.0,
+        delta_run=1e-3,
+        sigma_min=0.0,
+        networks=("support:micro",),
+    )
+    return create_home(path / client, about, policy, unit="record").path
+
+
+@pytest.mark.parametrize("units", [None, 200])
+def test_of_its_own_images_a_declared_number_covers_coming_and_going(
+    tmp_path: Path, units: int | None
+) -> None:
+    report = reply_of(own_home(tmp_path, "0", units)).answer.report
+    assert (report.units, report.add_remove) == (units or 150, units is not None)
 
 
 def test_under_a_cap_only_zero_out_is_claimed(tmp_path: Path) -> None:
@@ -112,7 +144,7 @@ def test_homes_given_by_path_declare_for_the_local_engine(invoke: Invoke, tmp_pa
     plans = json.loads((tmp_path / "run" / "plans.json").read_text())
     assert plans["1"]["units"] == 77 and plans["1"]["sample_rate"] == 10 / 77
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
-    assert [c["add_remove"] for c in statement["clients"]] == [False, True, False]
+    assert [c["add_remove"] for c in statement["clients"]] == [False, False, False]
     card = (tmp_path / "run" / "card.md").read_text()
     assert "51 + 77 + 48 units" in card
 
@@ -154,16 +186,16 @@ def test_clients_elsewhere_say_which_neighbours_hold(tmp_path: Path) -> None:
     keys = {**TINY, "method": "fl-dp", "rounds": 2, "road_images": 0, "road_test_images": 0}
     experiment = make_experiment(keys)
     homes = {str(c): tiny_home(tmp_path / "h", c, experiment=experiment) for c in (0, 1, 2)}
-    declare(homes["2"], 64)
+    homes["2"] = own_home(tmp_path / "own", "2", 200)
     folder = RunFolder.create(tmp_path / "run", experiment, sorted(keys))
     federation = prepare_remote(experiment, tuple(homes))
     result = run_experiment(folder, None, federation, Post(homes))
-    assert [c["units"] for c in result["clients"]] == [51, 51, 64]
+    assert [c["units"] for c in result["clients"]] == [51, 51, 200]
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert [(c["units"], c["add_remove"]) for c in statement["clients"]] == [
         (51, False),
         (51, False),
-        (64, True),
+        (200, True),
     ]
     assert "at client 2 it is declared" in statement["neighbouring_relation"]
     assert "at clients 0, 1 it is counted" in statement["neighbouring_relation"]

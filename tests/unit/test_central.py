@@ -104,6 +104,22 @@ def test_a_null_client_moves_the_count_by_a_half() -> None:
     assert fractions[1] == pytest.approx(0.5 + 0.5)
 
 
+def test_a_client_that_sends_nothing_is_a_null_client() -> None:
+    """Its neighbour sends zeros, or what is not finite: neither counts as within S."""
+    small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
+    large = {"w": torch.full((4,), 9.0, dtype=torch.float64)}
+    zero = {"w": torch.zeros(4, dtype=torch.float64)}
+    tools = ServerBench("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
+
+    def fraction(other: dict[str, torch.Tensor]) -> float:
+        found = private_mean(tools, [small, other], clip=1.0, sigma=1.0, sigma_count=1e-6)
+        assert found.fraction is not None
+        return found.fraction
+
+    assert abs(fraction(large) - fraction(zero)) == pytest.approx(0.5)
+    assert abs(fraction(small) - fraction(zero)) == pytest.approx(0.5)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs") / "central"

@@ -22,7 +22,7 @@ from xcal.federation.folder import RunFolder
 from xcal.methods.fl_dp import FL_DP
 from xcal.privacy.account import Account, NotAsPlanned
 from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.calibration import Plan, PlanShape, calibrate, plan_fixed
+from xcal.privacy.calibration import Plan, PlanShape, calibrate, calibrate_fixed, plan_fixed
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger import Ledger, create
 from xcal.privacy.ledger_rows import (
@@ -331,3 +331,18 @@ def test_the_command_shows_both_accountants() -> None:
     assert forced["sigma_static"] == adaptive["sigma_static"]
     refused = runner.invoke(whole_app, [*words, "--accountant", "pld"])
     assert refused.exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "target",
+    [(3.0, 0.02, 0.01, 1), (1.0, 0.2, 0.1, 1), (8.0, 0.4, 0.01, 10), (5000.0, 1e-5, 0.1, 3),
+     (1e7, 1e-5, 0.1, 3)],
+)  # fmt: skip
+def test_targets_that_no_grid_holds_fall_back_to_renyi(
+    target: tuple[float, float, float, int],
+) -> None:
+    try:
+        found = calibrate_fixed(*target)
+    except UserError:
+        return  # in one sentence
+    assert found.sigma > 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import optimize, special
 
 import xcal
 from support import TINY
@@ -18,7 +19,15 @@ from xcal.config import Experiment
 from xcal.data.images import ImageData
 from xcal.federation import outcome
 from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.opening import chance, percent, posterior, true_positives, what_can_be_learnt
+from xcal.privacy.opening import (
+    beyond,
+    chance,
+    largest_posterior,
+    percent,
+    posterior,
+    true_positives,
+    what_can_be_learnt,
+)
 from xcal.privacy.statement import Measured, Situation, make_statement, statement_text
 
 SHAPE = PlanShape(2.0, 1e-5, units=3332, batch=32, rounds=30)
@@ -47,7 +56,8 @@ def test_the_numbers_are_those_of_the_worst_pair(epsilon: float, delta: float) -
         # Apart from the outputs that only one of the two can give, which have probability δ.
         seen = prior * used[1:3] / (prior * used[1:3] + (1 - prior) * unused[1:3])
         assert posterior(prior, epsilon) == pytest.approx(seen.max(), rel=1e-12)
-    assert used[0] == unused[3] == delta
+        assert largest_posterior(prior, epsilon) > seen.max()
+    assert used[0] == unused[3] == delta < beyond(delta)
     # Neyman and Pearson: accuse by likelihood ratio, at random on the edge.
     for wrong in (0.001, 0.01, 0.3):
         left, right = wrong, 0.0
@@ -55,6 +65,27 @@ def test_the_numbers_are_those_of_the_worst_pair(epsilon: float, delta: float) -
             share = 1.0 if q <= left else left / q
             left, right = left - share * q, right + share * p
         assert true_positives(wrong, epsilon, delta) == pytest.approx(right, rel=1e-9)
+
+
+@pytest.mark.parametrize("mu", [0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("delta", [1e-7, 1e-5, 1e-3])
+def test_a_gaussian_keeps_to_what_is_said_of_suspicions(mu: float, delta: float) -> None:
+    """Exactly: L ~ N(μ²/2, μ²), and ε follows from δ. By ε alone the sentence would be false."""
+
+    def delta_at(epsilon: float) -> float:
+        over = [(mu / 2 - epsilon / mu), (-mu / 2 - epsilon / mu)]
+        return float(special.ndtr(over[0]) - math.exp(epsilon) * special.ndtr(over[1]))
+
+    epsilon = float(optimize.brentq(lambda e: delta_at(e) - delta, 0.0, 100.0))
+
+    def chance_above(loss: float) -> float:
+        return float(special.ndtr((mu**2 / 2 - loss) / mu))
+
+    for prior in (0.01, 0.5):
+        bound = largest_posterior(prior, epsilon)
+        loss = math.log(bound / (1 - bound)) - math.log(prior / (1 - prior))
+        assert chance_above(loss) <= beyond(delta)
+    assert chance_above(epsilon) > 2 * delta
 
 
 def test_extremes() -> None:
@@ -78,8 +109,8 @@ def test_printed_bounds_are_never_below_the_bound() -> None:
 @pytest.mark.parametrize(
     ("epsilon", "words"),
     [
-        (0.5, "to at most 1.7 %, and one of 50 % to at most 62.3 %"),
-        (2.0, "to at most 7 %, and one of 50 % to at most 88.1 %"),
+        (0.5, "to at most 1.9 %, and one of 50 % to at most 64.6 %"),
+        (2.0, "to at most 7.7 %, and one of 50 % to at most 89.1 %"),
         (5.0, "Epsilon 5 promises little"),
         (8.0, "Epsilon 8 promises next to nothing"),
         (50.0, "into certainty"),
@@ -88,7 +119,7 @@ def test_printed_bounds_are_never_below_the_bound() -> None:
 def test_what_a_target_means_is_said_plainly(epsilon: float, words: str) -> None:
     told = what_can_be_learnt("it was used", "all that a site sends", epsilon, 1e-5)
     assert words in told
-    assert "1 in 100,000" in told
+    assert "1 in 9,516" in told
     assert ("promises" in told.split(":")[0]) == (epsilon >= 5)
     if epsilon == 50.0:
         assert told.startswith("Epsilon 50 promises next to nothing")

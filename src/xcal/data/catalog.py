@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
-from xcal.data.store import open_dataset
+from xcal.data.store import open_dataset, read_info
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
 
@@ -32,6 +32,20 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
     if options:
         raise UserError(f"The imported data set {name!r} has no option {next(iter(options))!r}.")
     return open_dataset(name, pixels)
+
+
+_OF_A_HOSPITAL = ("csv", "folders", "dicom")  # layouts that published sets do not come in
+
+
+def is_public(name: str) -> bool:
+    """Whether a set's validation and test images may be taken for public without asking.
+
+    Embedded and published sets are; of a set of one's own somebody says so. A function's set is
+    its author's word.
+    """
+    if name == "smear" or ":" in name:
+        return True
+    return read_info(name).kind not in _OF_A_HOSPITAL
 
 
 # Drawing takes some seconds, and several runs of one process want the same images.

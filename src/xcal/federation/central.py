@@ -23,11 +23,13 @@ from xcal.federation.exchange import RoundReply, Weights
 from xcal.federation.files import write_bytes
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
+from xcal.methods.registry import checked_server_plan
 from xcal.privacy import ledger as ledgers
 from xcal.privacy.account import Account
 from xcal.privacy.calibration import Plan
 from xcal.privacy.filter import BudgetExhausted
 from xcal.privacy.ledger_rows import Head, Terms
+from xcal.privacy.mechanism import UnchargedRelease
 from xcal.privacy.noise import NoiseSource
 from xcal.training.central import ServerBench, Update
 from xcal.training.local import ReplayKey
@@ -138,6 +140,12 @@ class CentralRule:
                 except BudgetExhausted:
                     account.halt(round_number, 0)
                     halted = True
+                if released is not None and len(bench.charges) != 1:
+                    raise UnchargedRelease(
+                        f"The method {self.method.name!r} made {len(bench.charges)} charges in a"
+                        " round of the server where one is due: the run ends here, and nothing of"
+                        " this round leaves."
+                    )
             after = CentralState(
                 save_state(inner),
                 state.releases + (released is not None),
@@ -190,7 +198,7 @@ def check_rule(experiment: Experiment, method: Method, participants: int) -> Pla
             f" {experiment.aggregation} has no such bound, and the guarantee would be void: set"
             " aggregation = 'mean'."
         )
-    return method.server_plan(experiment, participants)
+    return checked_server_plan(method, experiment, participants)
 
 
 def server_rule(

@@ -33,7 +33,13 @@ from xcal.errors import UserError
 from xcal.federation.files import whole_lines, write_bytes
 from xcal.federation.policy import Policy, read_policy, read_table
 from xcal.federation.refusals import Refused
-from xcal.federation.setup import DATA_SEED, check_groups_known, load_parts, settled
+from xcal.federation.setup import (
+    DATA_SEED,
+    check_groups_apart,
+    check_groups_known,
+    load_parts,
+    settled,
+)
 from xcal.federation.site import Held, Site
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
@@ -130,6 +136,7 @@ class OwnImages:
 def _own_images(name: str, pixels: int, unit: str, group_cap: int | None) -> OwnImages:
     data = catalog.load(name, pixels=pixels)
     check_groups_known(unit, data)
+    check_groups_apart(unit, data)
     images = data.train
     if group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
@@ -271,6 +278,7 @@ class ClientHome:
             home=self.path,
             data=data,
             noise=self.noise(),
+            dealt=self.about.data is None,
             build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
         return Held(site, own.classes, own.images.pixels.shape[1])

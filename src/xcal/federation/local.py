@@ -205,6 +205,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
                 declared_units=federation.declared[client] if federation.declared else None,
             ),
             noise=_noise(experiment),
+            dealt=federation.dealt,
             build_model=lambda: build_network(experiment, classes).to(experiment.device),
         )
         side = federation.data.train.pixels.shape[1]

@@ -95,7 +95,8 @@ def write_preamble(
             plans=plans,
             shared_units=parts is not None and parts.shared_units,
             groups_split=parts is not None and parts.groups_split,
-            group_name=_group_name(federation.data),
+            # Who is one group at clients elsewhere, they say.
+            group_name=_group_name(federation.data) if parts is not None else GROUPS_ELSEWHERE,
             group_cap=experiment.group_cap,
             server_plan=federation.server_plan,
             epsilon_nominal=nominal_epsilon(federation.method, experiment),
@@ -105,11 +106,14 @@ def write_preamble(
             measured=_measured(federation),
             # Of a data set whose training images nobody here trains on it says nothing.
             shared_groups=parts is not None and federation.data.shared_groups > 0,
-            groups_declared=federation.data.groups_declared,
+            groups_declared=parts is not None and federation.data.groups_declared,
         )
     )
     write_json(folder.path / "statement.json", statement)
     write_bytes(folder.path / "statement.txt", statement_text(statement).encode())
+
+
+GROUPS_ELSEWHERE = "person"  # or lesion, or picture: what each site counts as one group
 
 
 def add_remove_of(
@@ -121,7 +125,7 @@ def add_remove_of(
     return frozenset(
         name
         for name, units in zip(federation.names, federation.declared, strict=False)
-        if add_remove_holds(units is not None, federation.experiment)
+        if add_remove_holds(units is not None, federation.dealt, federation.experiment)
     )
 
 

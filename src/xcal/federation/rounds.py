@@ -57,13 +57,14 @@ def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None
     )
 
 
-def add_remove_holds(declared: bool, experiment: Experiment) -> bool:
+def add_remove_holds(declared: bool, dealt: bool, experiment: Experiment) -> bool:
     """Whether adding or removing one unit is covered as zeroing it is: where units are declared.
 
-    Not under a cap: there another image of the same group takes the place of one that goes.
+    Not under a cap, where another image of the same group takes the place of one that goes; nor
+    where the images are `dealt` out to clients or chosen at random, which one unit less reshuffles.
     """
     capped = experiment.unit == "record" and experiment.group_cap is not None
-    return declared and not capped
+    return declared and not dealt and not capped
 
 
 def client_round(
@@ -199,6 +200,7 @@ def _train(
         except BudgetExhausted as refusal:
             assert account is not None
             state = refusal.state or state
+            guard.check_halted(step)
             account.halt(request.round, step)
             halted = True
             break
@@ -273,5 +275,5 @@ def _report(
         ledger_rows=ledger.head.count,
         ledger_hash=ledger.head.hash,
         noise=site.noise.name,
-        add_remove=add_remove_holds(site.data.declared, experiment),
+        add_remove=add_remove_holds(site.data.declared, site.dealt, experiment),
     )

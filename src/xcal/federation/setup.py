@@ -56,6 +56,12 @@ class Federation:
     def own_rounds(self, client: int) -> tuple[int, ...]:
         return tuple(t for t, chosen in enumerate(self.schedule) if client in chosen)
 
+    @property
+    def dealt(self) -> bool:
+        """Whether who has which images was drawn: one unit less then changes it for all."""
+        many = self.parts is not None and len(self.parts.shards) > 1
+        return many or self.experiment.train_images is not None
+
     def units(self, client: int) -> int:
         """The units of a client of this process: as declared, or counted."""
         assert self.parts is not None
@@ -176,8 +182,10 @@ def _is_real(home: Path) -> bool:
 
 def public_splits(experiment: Experiment, data: ImageData) -> ImageData:
     """The data set without its validation and test images where they may not be measured."""
-    if may_measure(experiment):
-        return data
+    return data if may_measure(experiment) else without_public_splits(data)
+
+
+def without_public_splits(data: ImageData) -> ImageData:
     nobody = np.arange(0)
     return replace(data, validation=data.validation.take(nobody), test=data.test.take(nobody))
 
@@ -336,6 +344,9 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         )
     data = _load(experiment, fewest=True)
     experiment = with_unit(experiment, data)
+    withheld = not (experiment.public_validation or catalog.is_public(experiment.data))
+    if withheld:
+        data = without_public_splits(data)
     schedule = draw_schedule(
         len(names), experiment.rounds, experiment.participants, experiment.seed
     )
@@ -350,6 +361,6 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         (),
         server_plan,
         tuple(names),
-        warnings=unmeasured(experiment, data, unexplained),
+        warnings=unmeasured(experiment, data, unexplained, withheld=withheld),
         explains=unexplained is None,
     )

@@ -58,6 +58,7 @@ class Site:
     make_engine: Callable[..., ClippingEngine] = ClippingEngine
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
+    dealt: bool = False  # whether its images were dealt out, and one unit less moves others
     # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
     admit: Callable[[Ledger], None] | None = None
     _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies

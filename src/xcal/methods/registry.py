@@ -18,7 +18,7 @@ from xcal.methods.xcal import XCAL
 from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
 from xcal.privacy.accounting import budget_at
-from xcal.privacy.calibration import Plan
+from xcal.privacy.calibration import ODOMETER_SHARE, Plan
 from xcal.privacy.pld import SIGMA_SLACK, delta_bound
 
 METHODS: dict[str, Method] = {
@@ -91,11 +91,24 @@ def checked_plan(
     return plan
 
 
+def checked_server_plan(method: CentralMethod, experiment: Experiment, participants: int) -> Plan:
+    """A trusted server's plan, held to what was asked for."""
+    plan = method.server_plan(experiment, participants)
+    asked = (experiment.epsilon, experiment.delta, "client", participants)
+    if (plan.epsilon, plan.delta, plan.unit, plan.units) != asked or not _keeps_its_promise(plan):
+        raise UserError(
+            f"The method {experiment.method!r} plans for another target, or for more, than"
+            f" epsilon = {experiment.epsilon:g} and delta = {experiment.delta:g} per client allow."
+        )
+    return plan
+
+
 @lru_cache(maxsize=1024)
 def _keeps_its_promise(plan: Plan) -> bool:
     if plan.accountant == "pld":
         sigma = plan.sigma_static * (1 - SIGMA_SLACK)
-        return delta_bound(plan.sample_rate, sigma, plan.steps, plan.epsilon) <= plan.delta
+        allowed = plan.delta * (1 - ODOMETER_SHARE)
+        return delta_bound(plan.sample_rate, sigma, plan.steps, plan.epsilon) <= allowed
     return plan.budget <= budget_at(plan.order, plan.epsilon, plan.delta) * (1 + 1e-9)
 
 
@@ -109,7 +122,7 @@ def plan_for(experiment: Experiment, units: int, own_rounds: int | None = None) 
         experiment = experiment.model_copy(update={"unit": "record"})
     method = method_of(experiment)
     if isinstance(method, CentralMethod):  # the units are the clients of a round
-        return method.server_plan(experiment, units)
+        return checked_server_plan(method, experiment, units)
     plan = checked_plan(method, experiment, units, own_rounds or experiment.rounds)
     if plan is None:
         raise UserError(

@@ -295,7 +295,10 @@ def calibrate_fixed(epsilon: float, delta: float, rate: float, steps: int) -> Ca
     result is `calibrate`'s.
     """
     check_target(epsilon, delta)
-    sigma = _smallest_sigma_by_pld(epsilon, delta * (1 - ODOMETER_SHARE), rate, steps)
+    try:
+        sigma = _smallest_sigma_by_pld(epsilon, delta * (1 - ODOMETER_SHARE), rate, steps)
+    except (ArithmeticError, ValueError, MemoryError):  # targets beyond what a grid of floats holds
+        sigma = None
     if sigma is None:
         return calibrate(epsilon, delta, rate, steps)
     if _epsilon_near(ORDERS[::4], rate, sigma, steps, delta)[0] <= epsilon:

@@ -1,8 +1,8 @@
 """What (ε, δ) means for one person, in words and numbers that need no other knowledge.
 
-(ε, δ)-indistinguishable pairs of distributions are mixtures (Kairouz, Oh and Viswanath 2015): with
-probability 1 − δ both are drawn from a pair whose densities differ by at most e^ε, and nothing is
-known of the rest. Within the first part Bayes' rule bounds every suspicion. For tests of fixed
+With L the logarithm of how much more likely what was seen is where the data were used, (ε, δ) says
+E[(1 − e^{ε−L})₊] ≤ δ. So L passes ε + t with a chance of at most δ/(1 − e^{−t}), and else Bayes
+bounds every suspicion; by ε alone it would be passed with a chance of many δ. For tests of fixed
 error the bound holds as it is, δ included.
 """
 
@@ -12,12 +12,23 @@ import math
 
 PRIORS = (0.01, 0.5)
 FALSE_POSITIVES = 0.01
+MARGIN = 0.1  # t: what is promised of a suspicion fails with a chance of about 10.5 δ
 LITTLE, NEXT_TO_NOTHING = 0.5, 0.9  # what the first prior may grow to before it is said plainly
 
 
 def posterior(prior: float, epsilon: float) -> float:
-    """The most that a suspicion can grow to, apart from a chance of δ: pe^ε/(1 − p + pe^ε)."""
+    """What a suspicion grows to by evidence e^ε times as likely: pe^ε/(1 − p + pe^ε)."""
     return 1 / (1 + (1 - prior) / prior * math.exp(-epsilon))
+
+
+def largest_posterior(prior: float, epsilon: float) -> float:
+    """The most that a suspicion can grow to, apart from a chance of `beyond(δ)`."""
+    return posterior(prior, epsilon + MARGIN)
+
+
+def beyond(delta: float) -> float:
+    """The chance that a suspicion grows further than `largest_posterior`."""
+    return min(1.0, delta / -math.expm1(-MARGIN))
 
 
 def true_positives(false_positives: float, epsilon: float, delta: float) -> float:
@@ -39,7 +50,7 @@ def chance(delta: float) -> str:
 
 def worth(epsilon: float) -> str | None:
     """What is to be said of an ε that lets a small suspicion grow far; None: nothing."""
-    grown = posterior(PRIORS[0], epsilon)
+    grown = largest_posterior(PRIORS[0], epsilon)
     if grown < LITTLE:
         return None
     return "next to nothing" if grown >= NEXT_TO_NOTHING else "little"
@@ -47,7 +58,7 @@ def worth(epsilon: float) -> str | None:
 
 def what_can_be_learnt(what: str, seen: str, epsilon: float, delta: float) -> str:
     """One sentence: how far a suspicion that `what` can grow; where it is far, it says so first."""
-    grown = [percent(posterior(prior, epsilon)) for prior in PRIORS]
+    grown = [percent(largest_posterior(prior, epsilon)) for prior in PRIORS]
     first, second = f"a suspicion of {percent(PRIORS[0])} that {what}", percent(PRIORS[1])
     told = f"can raise {first} to at most {grown[0]}, and one of {second} to at most {grown[1]}"
     if grown[1] == "100 %":
@@ -56,8 +67,8 @@ def what_can_be_learnt(what: str, seen: str, epsilon: float, delta: float) -> st
         told = f"can turn {first} into certainty"
     judged = f"epsilon {epsilon:g} promises {worth(epsilon)}: " if worth(epsilon) else ""
     sentence = (
-        f"{judged}whoever sees {seen} {told}; apart from a chance of {chance(delta)}, for which"
-        " nothing is promised."
+        f"{judged}whoever sees {seen} {told}; apart from a chance of {chance(beyond(delta))}, for"
+        " which nothing is promised."
     )
     return sentence[:1].upper() + sentence[1:]
 

@@ -17,8 +17,8 @@ RELATION = (
     " public"
 )
 COUNTED = (
-    "it is counted from the data, so that adding or removing a unit, which would change it, is not"
-    " covered"
+    "it is counted from the data, or the images were dealt out at random, so that adding or"
+    " removing a unit, which would change either, is not covered"
 )
 DECLARED = (
     "it is declared and filled up with null units, so that adding or removing one unit is covered"
@@ -229,7 +229,10 @@ def _opening(situation: Situation) -> list[str]:
             "It is protected against the other sites and anyone who gets a model, but not against"
             f" the server, which sees every update as it is{seeded}.",
             what_can_be_learnt(
-                "the data of one site were used", "the models", server.epsilon, server.delta
+                "one site, whose taking part is known, contributed its data",
+                "the models",
+                server.epsilon,
+                server.delta,
             ),
         ]
     plan = next(iter(situation.plans.values()))
@@ -238,6 +241,8 @@ def _opening(situation: Situation) -> list[str]:
         if situation.unit == "group"
         else "one single image was used"
     )
+    if not set(situation.plans) <= situation.add_remove:
+        what += " (their number, which is told, is not hidden)"
     return [
         _who_is_protected(situation),
         "This holds against everyone who sees what a site sends, whatever else they know: the"

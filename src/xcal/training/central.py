@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from xcal.privacy.account import Account
 from xcal.privacy.accounting import joint_sigma
 from xcal.privacy.calibration import COUNT_SENSITIVITY
 from xcal.privacy.ledger_rows import Release
-from xcal.privacy.mechanism import Mechanism
+from xcal.privacy.mechanism import ChargedStep, Mechanism
 from xcal.privacy.noise import NoiseKey, NoiseSource
 from xcal.training.local import ReplayKey, digest_tensors
 
@@ -31,6 +31,15 @@ class ServerBench:
     account: Account
     participants: int  # m: the constant divisor, whoever answers
     replay: ReplayKey | None = None  # under seeded noise only
+    charges: list[Mechanism] = field(default_factory=list)  # of this round
+
+    def charge(self, mechanism: Mechanism, *, inputs: str | None) -> ChargedStep:
+        """Pay for what this round will release, durably."""
+        charged = mechanism.charge(
+            self.account, self.round, 0, inputs=inputs, noise=self.noise, key=self.key
+        )
+        self.charges.append(mechanism)
+        return charged
 
     def key(self, block: str) -> NoiseKey:
         return NoiseKey("server", self.method, self.round, 0, block)
@@ -70,26 +79,24 @@ def private_mean(
 
     Zeroing one client moves the sum by at most S and the centred count by at most ½, so both
     together are one Gaussian of multiplier 1/σ_eff² = 1/σ² + 1/(2σ_b)², charged without
-    amplification: who takes part is known. An update that is not finite contributes exactly 0.
+    amplification: who takes part is known. An update that is zero or not finite contributes
+    exactly 0 to both.
     Raises `BudgetExhausted`, with nothing charged, where the budget does not cover it.
     """
     releases = [Release("update", sigma * clip, clip)]
     if sigma_count is not None:
         releases.append(Release("count", sigma_count, COUNT_SENSITIVITY))
     effective = joint_sigma(*(r.noise / r.sensitivity for r in releases))
-    charged = Mechanism(1.0, effective, tuple(releases)).charge(
-        bench.account,
-        bench.round,
-        0,
+    charged = bench.charge(
+        Mechanism(1.0, effective, tuple(releases)),
         inputs=bench.inputs(updates, clip, sigma, sigma_count),
-        noise=bench.noise,
-        key=bench.key,
     )
     total = {name: torch.zeros_like(value) for name, value in updates[0].items()}
     within = 0.0
     for update in updates:
         norm = update_norm(update)
-        if not math.isfinite(norm):
+        # A client that sends nothing counts as nothing: it is the neighbour of one that does.
+        if norm == 0 or not math.isfinite(norm):
             continue
         within += (1.0 if norm <= clip else 0.0) - COUNT_SENSITIVITY
         factor = 1.0 if norm <= clip else clip / norm * (1 - 1e-12)

@@ -37,6 +37,18 @@ class StepGuard:
                 f"Step {step} of the method {bench.method!r} made {len(bench.charges)} charges"
                 " where one is due: the run ends here, and nothing of this step leaves."
             )
+        self._check_untouched(step)
+
+    def check_halted(self, step: int) -> None:
+        """After a step that the budget refused: it may have been charged, and has moved nothing."""
+        if len(self._bench.charges) > 1:
+            raise UnchargedRelease(
+                f"Step {step} of the method {self._bench.method!r} made several charges."
+            )
+        self._check_untouched(step)
+
+    def _check_untouched(self, step: int) -> None:
+        bench = self._bench
         bench.charges.clear()
         if self._weights is not None and self._weights != self._digest():
             raise UnchargedRelease(
