@@ -88,6 +88,8 @@ def test_the_docstrings_of_the_api_tell_the_truth() -> None:
     assert found.failed == 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_findings_are_those_of_the_committed_results() -> None:
     namespace = runpy.run_path(str(ROOT / "docs" / "make_findings.py"), run_name="page")
     for name in namespace["PAGES"]:

@@ -89,9 +89,13 @@ def test_a_large_delta_is_warned_about(invoke: Invoke) -> None:
         (["run", "--set", "device=cuda", "--out", "x"], "cuda"),
         (["ledger", "show", "nowhere"], "nowhere"),
         (["ledger", "verify", "nowhere"], "nowhere"),
-        ("ledger create h --population p --epsilon 0 --delta 1e-5".split(), "epsilon"),
+        ("ledger create h --population p --epsilon 0 --delta 1e-5 --unit group".split(), "epsilon"),
         ("ledger create h --population p --epsilon 1 --delta 1e-5 --unit x".split(), "unit"),
-        ("ledger create h --population p --epsilon 1 --delta 1e-5 --rule renyi".split(), "order"),
+        (
+            "ledger create h --population p --epsilon 1 --delta 1e-5 --unit group"
+            " --rule renyi".split(),
+            "order",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -154,6 +158,7 @@ def test_homes_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> Non
     homes = [str(tmp_path / f"home{i}") for i in range(3)]
     for i, home in enumerate(homes):
         words = f"ledger create {home} --population ward{i} --epsilon 12 --delta 2e-3".split()
+        words += ["--unit", "record"]
         assert invoke(*words)[0] == 0
         assert invoke(*words)[0] == 2  # never replaced
     given = f"homes={json.dumps(homes)}"
