@@ -202,7 +202,7 @@ def test_neighbours_are_named_client_by_client() -> None:
     plan = plan_static(SHAPE)
     plans = {"a": plan, "b": plan, "c": plan}
     for known, parts in (
-        ((), {"which would change it, is not covered": 1, "filled up": 0}),
+        ((), {"which would change either, is not covered": 1, "filled up": 0}),
         (("a", "b", "c"), {"adding or removing one unit is covered too": 1, "counted": 0}),
         (("a", "c"), {"at clients a, c it is declared": 1, "at client b it is counted": 1}),
     ):

@@ -108,7 +108,10 @@ def _keeps_its_promise(plan: Plan) -> bool:
     if plan.accountant == "pld":
         sigma = plan.sigma_static * (1 - SIGMA_SLACK)
         allowed = plan.delta * (1 - ODOMETER_SHARE)
-        return delta_bound(plan.sample_rate, sigma, plan.steps, plan.epsilon) <= allowed
+        try:
+            return delta_bound(plan.sample_rate, sigma, plan.steps, plan.epsilon) <= allowed
+        except ArithmeticError:  # beyond what can be computed, and so beyond what can be promised
+            return False
     return plan.budget <= budget_at(plan.order, plan.epsilon, plan.delta) * (1 + 1e-9)
 
 

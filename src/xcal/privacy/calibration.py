@@ -297,7 +297,7 @@ def calibrate_fixed(epsilon: float, delta: float, rate: float, steps: int) -> Ca
     check_target(epsilon, delta)
     try:
         sigma = _smallest_sigma_by_pld(epsilon, delta * (1 - ODOMETER_SHARE), rate, steps)
-    except (ArithmeticError, ValueError, MemoryError):  # targets beyond what a grid of floats holds
+    except (ArithmeticError, ValueError):  # targets beyond what a grid of floats holds
         sigma = None
     if sigma is None:
         return calibrate(epsilon, delta, rate, steps)

@@ -90,6 +90,8 @@ def _delta_bound(
     )
     ends = loss.connect_dots_bounds()
     low, high = math.floor(ends.epsilon_lower / spacing), math.ceil(ends.epsilon_upper / spacing)
+    if high - low > 100 * MOST_POINTS:
+        raise ArithmeticError(f"the losses at rate {rate}, σ {sigma} span more than a grid holds")
     grid = np.arange(low, high + 1) * spacing
     with np.errstate(over="ignore", invalid="ignore"):  # losses beyond floats: compared below
         deltas = _hockey_stick(rate, sigma, grid, direction)
