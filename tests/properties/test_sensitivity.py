@@ -319,8 +319,13 @@ def test_one_unit_moves_every_release_by_at_most_what_was_paid_for(
     assert all(value == 0 for name, value in nobody.sums.items() if name != "gradient")
 
 
-def check_moves(case: str, both: Caught, without: Caught, clip: float) -> None:
-    """Everything released moved by no more than was declared, and has the noise declared."""
+def check_moves(
+    case: str, both: Caught, without: Caught, clip: float, rounding: float = 1e-6
+) -> None:
+    """Everything released moved by no more than was declared, and has the noise declared.
+
+    `rounding`: scores are float32, and in passes as large as the draw others' round differently.
+    """
     assert both.charge == without.charge  # fixed before the draw
     declared, experiment = both.declared, make_experiment({**SHAPE, **CASES[case]})
     # Gradient: in float32, over all parameters together, by at most C (in the scaled space).
@@ -332,7 +337,7 @@ def check_moves(case: str, both: Caught, without: Caught, clip: float) -> None:
     assert both.sums.keys() == without.sums.keys() == declared.keys()
     for name in declared.keys() - {"gradient"}:
         assert declared[name].sensitivity == bounds[name]
-        assert abs(both.sums[name] - without.sums[name]) <= bounds[name] + 1e-9
+        assert abs(both.sums[name] - without.sums[name]) <= bounds[name] + rounding
     for name, release in declared.items():
         assert both.noise[name] >= release.noise * (1 - 1e-12)
         if not (name == "gradient" and experiment.method == "xcal-paper"):  # may add more
@@ -459,8 +464,9 @@ def test_so_it_is_as_a_client_draws_and_computes(
         return run_step(case, model, given, clip, SignalSettings(), rows=rows, **tools)
 
     both = caught(drawn)
-    check_moves(case, both, caught([u for u in drawn if u != drawn[changed]]), clip)
-    check_moves(case, caught([drawn[changed]]), caught([]), clip)
+    exact = 1e-9 if rows else 1e-6  # passes of one size: to the bit
+    check_moves(case, both, caught([u for u in drawn if u != drawn[changed]]), clip, exact)
+    check_moves(case, caught([drawn[changed]]), caught([]), clip, exact)
 
 
 # --- at a trusted server: one client is the unit --------------------------------------------------
