@@ -73,6 +73,17 @@ class PaysAndTrainsPastIt(_Own):
             parameter.data.sub_(sums.gradients[name], alpha=0.01)
 
 
+class TrainsBeforeItReleases(_Own):
+    """The same, before the optimiser's step."""
+
+    def one(self, bench: Bench, step: int, plan: Any) -> None:
+        charged = _charge(bench, step, plan.sigma_static)
+        sums = clipped_sum(bench, charged.draw(bench.data))
+        for name, parameter in trainable(bench.model).items():
+            parameter.data.sub_(sums.gradients[name], alpha=0.01)
+        release_gradient(bench, charged, sums)
+
+
 class DrawsTwice(_Own):
     def one(self, bench: Bench, step: int, plan: Any) -> None:
         charged = _charge(bench, step, plan.sigma_static)
@@ -198,6 +209,7 @@ never_pays = NeverPays("mine")
 never_pays_through_the_optimiser = NeverPaysThroughTheOptimiser("mine")
 draws_without_a_charge = DrawsWithoutACharge("mine")
 pays_and_trains_past_it = PaysAndTrainsPastIt("mine")
+trains_before_it_releases = TrainsBeforeItReleases("mine")
 draws_twice = DrawsTwice("mine")
 releases_twice = ReleasesTwice("mine")
 less_noise = LessNoise("mine")
@@ -217,6 +229,7 @@ STEPS = (
     "never_pays_through_the_optimiser",
     "draws_without_a_charge",
     "pays_and_trains_past_it",
+    "trains_before_it_releases",
     "draws_twice",
     "releases_twice",
     "less_noise",

@@ -19,6 +19,7 @@ class StepGuard:
         self._remembered = remembered(bench.model)
         self._weights = self._digest() if own_method else None
         if own_method:
+            bench.optimiser.before_step = self._check_weights
             bench.optimiser.after_step = self._moved
 
     def _digest(self) -> str:
@@ -26,6 +27,13 @@ class StepGuard:
 
     def _moved(self) -> None:
         self._weights = self._digest()
+
+    def _check_weights(self) -> None:
+        if self._weights is not None and self._weights != self._digest():
+            raise UnchargedRelease(
+                f"A step of the method {self._bench.method!r} changed weights otherwise than by"
+                " what it released: the run ends here, and nothing of this step leaves."
+            )
 
     def check(self, step: int) -> None:
         """After a step that returned. Raises before anything of it can leave."""
@@ -37,7 +45,7 @@ class StepGuard:
                 f"Step {step} of the method {bench.method!r} made {len(bench.charges)} charges"
                 " where one is due: the run ends here, and nothing of this step leaves."
             )
-        self._check_untouched(step)
+        self._check_untouched()
 
     def check_halted(self, step: int) -> None:
         """After a step that the budget refused: it may have been charged, and has moved nothing."""
@@ -45,14 +53,10 @@ class StepGuard:
             raise UnchargedRelease(
                 f"Step {step} of the method {self._bench.method!r} made several charges."
             )
-        self._check_untouched(step)
+        self._check_untouched()
 
-    def _check_untouched(self, step: int) -> None:
+    def _check_untouched(self) -> None:
         bench = self._bench
         bench.charges.clear()
-        if self._weights is not None and self._weights != self._digest():
-            raise UnchargedRelease(
-                f"Step {step} of the method {bench.method!r} changed weights otherwise than by"
-                " what it released: the run ends here, and nothing of this step leaves."
-            )
+        self._check_weights()
         check_remembers_nothing(bench.model, self._remembered)

@@ -205,6 +205,7 @@ class Optimiser:
         self, model: nn.Module, kind: str, lr: float, momentum: float, *, private: bool = False
     ) -> None:
         self._private = private
+        self.before_step: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self._params = trainable(model)
         values = list(self._params.values())
@@ -224,6 +225,8 @@ class Optimiser:
                 "A step of a private method gave the optimiser a gradient that was not released by"
                 " its charge: nothing was trained with it."
             )
+        if self.before_step is not None:
+            self.before_step()
         for name, parameter in self._params.items():
             parameter.grad = gradient[name].to(parameter.dtype)
         self._optimiser.step()
