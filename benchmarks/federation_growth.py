@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xcal.config import make_experiment
+from xcal.experiments import make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.files import write_json
 from xcal.federation.folder import RunFolder, command, commit, versions

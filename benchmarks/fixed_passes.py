@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from xcal.config import SECURE_ROWS
+from xcal.dp.clipping import ClippingEngine
 from xcal.federation.folder import commit, versions
 from xcal.federation.site import keep_freed_memory
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
-from xcal.training.clipping import ClippingEngine
 
 OUT = Path(__file__).parent / "results" / "fixed-passes.md"
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from xcal.config import make_experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.experiments import make_experiment
 from xcal.federation.folder import command, commit, versions
 from xcal.models.registry import build_network
 from xcal.models.split import split_frozen
-from xcal.training.clipping import ClippingEngine
 
 OUT = Path(__file__).parent / "results" / "kept-activations.md"
 IMAGES, REPETITIONS = 16, 3

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from xcal.dp.noise import NoiseKey
 from xcal.federation.folder import commit, versions
-from xcal.privacy.noise import NoiseKey
+from xcal.methods.context import StepContext
 from xcal.studies.cell import Talk, run_cell
 from xcal.studies.grid import make_cell
 from xcal.studies.scales import get_scale
-from xcal.training.local import Bench
 
 OUT = Path(__file__).parent / "results" / "noise-luck.md"
 ROW = re.compile(r"^\| (\S+) \| (\d+) \| ([\d.]+) \| ([\d.-]+) \|$", re.MULTILINE)
@@ -37,20 +37,20 @@ class Quiet(Talk):
 def measured(stream: str, seed: int) -> tuple[float, float]:
     """F1 and ROAD of static noise with the draws and the noise of another stream."""
 
-    def key(self: Bench, step: int, block: str) -> NoiseKey:
+    def key(self: StepContext, step: int, block: str) -> NoiseKey:
         return NoiseKey(self.client, stream, self.round, step, block)
 
     scale = get_scale("laptop")
     values = scale.values("fl-dp", "blood-cells", "small", 5.0, seed)
     values["paired"] = False  # the study's cells share their noise; here each stream is its own
     cell = make_cell("laptop", values, scale.explained)
-    own = Bench.key
-    Bench.key = key  # type: ignore[method-assign]
+    own = StepContext.key
+    StepContext.key = key  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as work:
             found, _ = run_cell(cell, Path(work) / "run", None, "", Quiet())
     finally:
-        Bench.key = own  # type: ignore[method-assign]
+        StepContext.key = own  # type: ignore[method-assign]
     return found["macro_f1"], found["road"]
 
 

@@ -12,7 +12,7 @@ import time
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from xcal.config import make_experiment
+from xcal.experiments import make_experiment
 from xcal.models.registry import build_network
 
 if __name__ == "__main__":

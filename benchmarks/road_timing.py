@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import nn
 
-from xcal.config import make_experiment
+from xcal.experiments import make_experiment
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import (

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import SECURE_ROWS
+from xcal.dp.clipping import ClippingEngine
 from xcal.federation.folder import commit
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.small import small
-from xcal.training.clipping import ClippingEngine
 
 RESULTS = Path(__file__).parent / "results" / "rounding-limits.md"
 # Pairs of equal activations whose float32 inner products are rounded the same way, by a search.

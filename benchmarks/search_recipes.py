@@ -27,24 +27,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
 from xcal.data.images import Images
-from xcal.data.sampling import to_tensor
-from xcal.explain.classification import macro_f1
+from xcal.data.normalize import to_tensor
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms
+from xcal.dp.noise import SeededNoise
+from xcal.experiments import make_experiment
 from xcal.federation.aggregation import Mean, averaged, server_round
 from xcal.federation.constants import with_constants
+from xcal.federation.evaluation import predict
 from xcal.federation.exchange import RoundRequest, load_weights
 from xcal.federation.folder import command, commit
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.site import Site, keep_freed_memory
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import trainable
+from xcal.metrics.classification import macro_f1
 from xcal.models.registry import build_network
 from xcal.models.split import Split, split_frozen
-from xcal.privacy import ledger
-from xcal.privacy.ledger_rows import Terms
-from xcal.privacy.noise import SeededNoise
-from xcal.training.evaluate import predict
-from xcal.training.local import LocalData, trainable
 
 RESULTS = Path(__file__).parent / "results" / "recipes"
 # What a setting is known by; the rest of a row is what came of it.

@@ -24,7 +24,7 @@ import torch
 
 from peers.results import origin_lines
 from peers.variants import NETWORKS, Setting, full_signal, make_step
-from xcal.training.clipping import ClippingEngine
+from xcal.dp.clipping import ClippingEngine
 
 CHOICES = ((1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (8, 1.0), (1, 0.5), (1, 0.25), (2, 0.5))
 TAU, KAPPA = 0.05, 5.0

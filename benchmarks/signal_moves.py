@@ -19,12 +19,11 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from xcal.config import make_experiment
-from xcal.methods.xcal import XCAL
+from xcal.experiments import make_experiment
+from xcal.methods.xcal import SCHEDULES, XCAL, smoothing_noise
 from xcal.studies.analysis import Series, find, series_of
 from xcal.studies.declared import declare
 from xcal.studies.store import Results
-from xcal.training.xcal import SCHEDULES, smoothing_noise
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).parent / "results" / "signal-moves.md"

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import xcal
+from xcal.dp.ledger.rows import find_ledgers, verify
 from xcal.federation.folder import commit, versions
-from xcal.privacy.ledger_rows import find_ledgers, verify
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = resource.getpagesize()

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.folder import RunFolder, command, commit
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import Federation, prepare

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from xcal.dp.ledger import rows as ledger_rows
+from xcal.dp.ledger.rows import Charge, charges_of, read_rows, runs_of, verify
 from xcal.federation.files import read_tensors
-from xcal.privacy import ledger_rows
-from xcal.privacy.ledger_rows import Charge, charges_of, read_rows, runs_of, verify
 
 CLIENTS = ("0", "1", "2")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from xcal.explain.classification import macro_f1
+from xcal.metrics.classification import macro_f1
 from xcal.studies.declared import declare
 from xcal.studies.grid import Cell, Choice
 from xcal.studies.store import ROAD_STEP, Results, TestSet, pack

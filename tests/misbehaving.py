@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from support import Micro, micro
+from xcal.dp.accounting import step_cost
+from xcal.dp.calibration import plan_static
+from xcal.dp.clipping import Bound
+from xcal.dp.filter import BudgetExhausted
 from xcal.methods.base import shape_of
+from xcal.methods.context import StepContext, StepRecord, trainable
 from xcal.methods.dp_fedavg import CentralNoise
 from xcal.methods.fl_dp import StaticNoise
-from xcal.privacy.accounting import step_cost
-from xcal.privacy.calibration import plan_static
-from xcal.privacy.filter import BudgetExhausted
-from xcal.training.clipping import Bound
-from xcal.training.local import Bench, StepRecord, trainable
-from xcal.training.steps import clipped_sum, dp_step, gradient_release, release_gradient
+from xcal.methods.steps import clipped_sum, dp_step, gradient_release, release_gradient
 
 # --- methods --------------------------------------------------------------------------------------
 
@@ -25,107 +25,109 @@ from xcal.training.steps import clipped_sum, dp_step, gradient_release, release_
 class _Own(StaticNoise):
     """Static noise but for its step."""
 
-    def step(self, bench: Bench, step: int, experiment: Any, plan: Any, state: None) -> Any:
-        self.one(bench, step, plan)
-        return None, StepRecord(bench.round, step, plan.sigma_static, None, 0.0)
+    def step(self, context: StepContext, step: int, experiment: Any, plan: Any, state: None) -> Any:
+        self.one(context, step, plan)
+        return None, StepRecord(context.round, step, plan.sigma_static, None, 0.0)
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
         raise NotImplementedError
 
 
-def _raw(bench: Bench) -> dict[str, Tensor]:
-    batch = bench.data.draw(bench.rate, bench.noise, bench.key(0, f"mine {bench.charges}"))
-    return clipped_sum(bench, batch).gradients
+def _raw(context: StepContext) -> dict[str, Tensor]:
+    batch = context.data.draw(
+        context.rate, context.noise, context.key(0, f"mine {context.charges}")
+    )
+    return clipped_sum(context, batch).gradients
 
 
 class NeverPays(_Own):
     """The published example of a plug-in: clips, adds no noise, charges nothing."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
         with torch.no_grad():
-            for name, value in _raw(bench).items():
-                trainable(bench.model)[name].sub_(value, alpha=0.01)
+            for name, value in _raw(context).items():
+                trainable(context.model)[name].sub_(value, alpha=0.01)
 
 
 class NeverPaysThroughTheOptimiser(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        bench.optimiser.step(_raw(bench))
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        context.optimiser.step(_raw(context))
 
 
 class DrawsWithoutACharge(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        bench.draw(step)
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        context.draw(step)
 
 
-def _charge(bench: Bench, step: int, sigma: float) -> Any:
-    releases = (gradient_release(Bound(bench.clip), sigma),)
-    return bench.charge(step, releases, sigma, settings=())
+def _charge(context: StepContext, step: int, sigma: float) -> Any:
+    releases = (gradient_release(Bound(context.clip), sigma),)
+    return context.charge(step, releases, sigma, settings=())
 
 
 class PaysAndTrainsPastIt(_Own):
     """An honest step, and then some more by hand."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        sums = clipped_sum(bench, charged.draw(bench.data))
-        release_gradient(bench, charged, sums)
-        for name, parameter in trainable(bench.model).items():
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        sums = clipped_sum(context, charged.draw(context.data))
+        release_gradient(context, charged, sums)
+        for name, parameter in trainable(context.model).items():
             parameter.data.sub_(sums.gradients[name], alpha=0.01)
 
 
 class TrainsBeforeItReleases(_Own):
     """The same, before the optimiser's step."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        sums = clipped_sum(bench, charged.draw(bench.data))
-        for name, parameter in trainable(bench.model).items():
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        sums = clipped_sum(context, charged.draw(context.data))
+        for name, parameter in trainable(context.model).items():
             parameter.data.sub_(sums.gradients[name], alpha=0.01)
-        release_gradient(bench, charged, sums)
+        release_gradient(context, charged, sums)
 
 
 class DrawsTwice(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        charged.draw(bench.data)
-        charged.draw(bench.data)
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        charged.draw(context.data)
+        charged.draw(context.data)
 
 
 class ReleasesTwice(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        sums = clipped_sum(bench, charged.draw(bench.data))
-        release_gradient(bench, charged, sums)
-        release_gradient(bench, charged, sums)
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        sums = clipped_sum(context, charged.draw(context.data))
+        release_gradient(context, charged, sums)
+        release_gradient(context, charged, sums)
 
 
 class LessNoise(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        sums = clipped_sum(bench, charged.draw(bench.data))
-        release_gradient(bench, charged, sums, noise=plan.sigma_static * bench.clip / 2)
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        sums = clipped_sum(context, charged.draw(context.data))
+        release_gradient(context, charged, sums, noise=plan.sigma_static * context.clip / 2)
 
 
 class ClipsLess(_Own):
     """Charged for C, clipped to 3C."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        charged = _charge(bench, step, plan.sigma_static)
-        sums = clipped_sum(bench, charged.draw(bench.data), Bound(3 * bench.clip))
-        release_gradient(bench, charged, sums)
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        charged = _charge(context, step, plan.sigma_static)
+        sums = clipped_sum(context, charged.draw(context.data), Bound(3 * context.clip))
+        release_gradient(context, charged, sums)
 
 
 class PaysForAnotherStep(_Own):
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
-        assert bench.account is not None
-        rate, sigma = bench.rate, plan.sigma_static
-        bench.account.pay(
-            bench.round,
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
+        assert context.account is not None
+        rate, sigma = context.rate, plan.sigma_static
+        context.account.pay(
+            context.round,
             step,
             rate=rate,
             sigma=sigma,
             cost=step_cost(rate, sigma, plan.order),
-            releases=(gradient_release(Bound(bench.clip), sigma),),
+            releases=(gradient_release(Bound(context.clip), sigma),),
             inputs=None,
         )
 
@@ -133,21 +135,21 @@ class PaysForAnotherStep(_Own):
 class SometimesFree(_Own):
     """Honest for two steps."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
         if step < 2:
-            dp_step(bench, step, sigma=plan.sigma_static)
+            dp_step(context, step, sigma=plan.sigma_static)
 
 
 class HaltsWithRawWeights(_Own):
     """Honest for two steps, then halts with somebody's gradient in the weights."""
 
-    def one(self, bench: Bench, step: int, plan: Any) -> None:
+    def one(self, context: StepContext, step: int, plan: Any) -> None:
         if step < 2:
-            dp_step(bench, step, sigma=plan.sigma_static)
+            dp_step(context, step, sigma=plan.sigma_static)
             return
         with torch.no_grad():
-            for name, value in _raw(bench).items():
-                trainable(bench.model)[name].sub_(value, alpha=0.01)
+            for name, value in _raw(context).items():
+                trainable(context.model)[name].sub_(value, alpha=0.01)
         raise BudgetExhausted("as if")
 
 
@@ -156,7 +158,7 @@ class FreeServer(CentralNoise):
     """A trusted server that adds no noise and charges nothing."""
 
     def server_step(
-        self, bench: Any, experiment: Any, plan: Any, updates: Any, state: None
+        self, context: Any, experiment: Any, plan: Any, updates: Any, state: None
     ) -> tuple[Any, None]:
         return {name: value / len(updates) for name, value in updates[0].items()}, None
 

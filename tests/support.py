@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from xcal.data.images import ImageData, Images
+from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.dp.filter import RenyiFilter
+from xcal.dp.mechanism import ChargedStep, Mechanism
+from xcal.dp.noise import SeededNoise
 from xcal.federation import local
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation
 from xcal.federation.site import Site
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import Optimiser, StepContext
 from xcal.methods.fl_dp import StaticNoise
-from xcal.privacy.filter import RenyiFilter
-from xcal.privacy.mechanism import ChargedStep, Mechanism
-from xcal.privacy.noise import SeededNoise
-from xcal.training.clipping import Bound, ClippingEngine
-from xcal.training.local import Bench, LocalData, Optimiser
-from xcal.training.steps import gradient_release
+from xcal.methods.steps import gradient_release
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -231,7 +232,7 @@ class ForkedXcal:
 
 def warm_up(**changes: Any) -> None:
     """Calibrate here what forks of this process would each calibrate for themselves."""
-    from xcal.config import make_experiment
+    from xcal.experiments import make_experiment
     from xcal.federation.setup import prepare
 
     prepare(make_experiment({**TINY, **changes}))
@@ -257,7 +258,7 @@ def xcal_environment() -> dict[str, str]:
 
 def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
     """A simulated client home with its shard of TINY; `policy` overrides its terms."""
-    from xcal.config import make_experiment, to_toml
+    from xcal.experiments import make_experiment, to_toml
     from xcal.federation.home import HomeTable, create_home
     from xcal.federation.policy import Policy
 
@@ -297,14 +298,16 @@ class FreeAccount:
         return None
 
 
-def charged(bench: Bench, step: int, sigma: float, bound: Bound | None = None) -> ChargedStep:
+def charged(
+    context: StepContext, step: int, sigma: float, bound: Bound | None = None
+) -> ChargedStep:
     """What a charge for one gradient would have given: for tests without an account."""
-    bound = bound or Bound(bench.clip)
-    mechanism = Mechanism(bench.rate, sigma, (gradient_release(bound, sigma),))
-    return ChargedStep(mechanism, bench.noise, partial(bench.key, step))
+    bound = bound or Bound(context.clip)
+    mechanism = Mechanism(context.rate, sigma, (gradient_release(bound, sigma),))
+    return ChargedStep(mechanism, context.noise, partial(context.key, step))
 
 
-def tiny_bench(model: nn.Module | None = None, **changes: Any) -> Bench:
+def tiny_bench(model: nn.Module | None = None, **changes: Any) -> StepContext:
     """A client's tools for steps on the tiny data set, without an account unless one is given."""
     network = micro(3, seed=1) if model is None else model
     parts: dict[str, Any] = {
@@ -321,4 +324,4 @@ def tiny_bench(model: nn.Module | None = None, **changes: Any) -> Bench:
         "batch": 20,
         "clip": 1.0,
     }
-    return Bench(**parts | changes)
+    return StepContext(**parts | changes)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from support import TINY
-from xcal.config import make_experiment
+from xcal.dp.ledger.ledger import create
+from xcal.dp.ledger.rows import Terms
+from xcal.experiments import make_experiment
 from xcal.federation.answer import answer
 from xcal.federation.messages import (
     Refusal,
@@ -18,10 +20,8 @@ from xcal.federation.messages import (
     frozen_digest,
     public_keys,
 )
+from xcal.methods.context import trainable
 from xcal.models.registry import build_network
-from xcal.privacy.ledger import create
-from xcal.privacy.ledger_rows import Terms
-from xcal.training.local import trainable
 
 KEYS = {**TINY, "method": "xcal"}
 

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise, SeededNoise, release_tensors
+from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.errors import UserError
 from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import (
@@ -23,9 +26,6 @@ from xcal.explain.signal import (
 )
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
-from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.noise import NoiseKey, NoiseSource, SecureNoise, SeededNoise, release_tensors
-from xcal.training.clipping import ClippingEngine
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "resnet18": resnet18,
@@ -110,7 +110,7 @@ def _ours(
         if signal is not None and with_signal:
             assert sums.features is not None
             float(signal(model, images, sums.logits, sums.features).sum())
-        key = NoiseKey("bench", "ours", 0, index, "gradient")
+        key = NoiseKey("context", "ours", 0, index, "gradient")
         noisy = release_tensors(sums.gradients, SIGMA * CLIP, source, key)
         for name, parameter in parameters.items():
             parameter.grad = noisy[name].div_(setting.batch)

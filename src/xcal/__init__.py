@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xcal.dp.calibration import Plan
     from xcal.federation.local import Progress
-    from xcal.privacy.calibration import Plan
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "plan", "run"]
@@ -28,7 +28,7 @@ def plan(*, units: int, **keys: Any) -> Plan:
     >>> p.steps, round(p.sigma_ref, 2)
     (3150, 3.89)
     """
-    from xcal.config import make_experiment
+    from xcal.experiments import make_experiment
     from xcal.methods.registry import plan_for
 
     return plan_for(make_experiment(keys, "xcal.plan"), units)
@@ -42,8 +42,8 @@ def run(
     `resume=True` continues the run that stands in `out` and takes no keys. Guarantee: nothing is
     released from a client before its ledger has recorded the payment, durably.
     """
-    from xcal.config import make_experiment
     from xcal.errors import UserError
+    from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare

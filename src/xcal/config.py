@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from xcal.errors import UserError
-from xcal.presets import PRESETS
+from pydantic import BaseModel, ConfigDict, Field
 
 # Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
@@ -32,205 +26,228 @@ Unit = Literal["record", "group"]
 _LATER = ("public_validation", "public_validation_by")
 
 
+# The keys of the first edition in their order, each with its name of today: digests of runs that
+# were begun then are made of them.
+FIRST_EDITION: Mapping[str, str] = {
+    name: name
+    for name in (
+        "preset method data pixels train_images network norm output_stride head_reads train "
+        "train_norm weights clients participants rounds local_epochs quorum round_timeout average "
+        "aggregation trim partition concentration units_per_client keep_groups homes epsilon delta "
+        "accountant unit images_per_unit group_cap noise paired public_validation "
+        "public_validation_by batch lr clip optimizer momentum views augment average_steps q alpha "
+        "beta gamma fill tau rho band w kappa slow_tau reference contrast signal_every "
+        "signal_fraction signal_source protected protection geometry clipping level quantile "
+        "clip_rate kappa_b count_noise clip_factor sigma_decay validation_images road_images "
+        "road_every road_test_images seed threads chunk pass_rows keep_mb device"
+    ).split()
+}
+# What a run, a request or a study's cell meant that was written down before the key was there.
+BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
+
+
+def key(default: Any, description: str, *, travels: bool, **limits: Any) -> Any:
+    """A key of an experiment: its default, its line in the manual, its limits.
+
+    `travels`: whether a server sends it to its clients. The rest is the server's own business, or
+    what only a client's owner decides: data, noise, machine. A request that carries it is refused.
+    """
+    return Field(default, description=description, json_schema_extra={"travels": travels}, **limits)
+
+
 class Experiment(BaseModel):
-    """One training. Every key has a default; the descriptions are the manual."""
+    """The keys that every method has; a method's own keys stand in its file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
-    preset: str | None = Field(
-        None, description="a layer of defaults beneath the other keys, by name"
+    preset: str | None = key(
+        None, description="a layer of defaults beneath the other keys, by name", travels=False
     )
     # what is trained, on what
-    method: str = Field("xcal", description="a method's name, or package.module:name")
-    data: str = Field("smear", description="a data set's name, or package.module:name")
-    pixels: Annotated[int, Field(ge=16, le=1024)] = Field(64, description="side of the images")
-    train_images: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="use at most this many training images"
+    method: str = key("xcal", description="a method's name, or package.module:name", travels=True)
+    data: str = key("smear", description="a data set's name, or package.module:name", travels=False)
+    pixels: Annotated[int, Field(ge=16, le=1024)] = key(
+        64, description="side of the images", travels=True
     )
-    network: str = Field("small", description="a network's name, or package.module:name")
-    norm: Literal["group", "frozen"] = Field(
-        "group", description="group norm from scratch, or frozen published batch norm"
+    train_images: Annotated[int, Field(ge=1)] | None = key(
+        None, description="use at most this many training images", travels=False
     )
-    output_stride: Literal[16, 32] = Field(32, description="16 makes the last stage's map finer")
-    head_reads: str = Field(
+    network: str = key(
+        "small", description="a network's name, or package.module:name", travels=True
+    )
+    norm: Literal["group", "frozen"] = key(
+        "group", description="group norm from scratch, or frozen published batch norm", travels=True
+    )
+    output_stride: Literal[16, 32] = key(
+        32, description="16 makes the last stage's map finer", travels=True
+    )
+    head_reads: str = key(
         "last",
         description="what the head reads: last (the last map), or stages:a-b (maps and squares of"
         " these stages, standardised by public constants in the weights file)",
+        travels=True,
     )
-    train: str = Field(
-        "all", description="what trains: all, head, head+norm, head+norm:k or last:k stages"
+    train: str = key(
+        "all",
+        description="what trains: all, head, head+norm, head+norm:k or last:k stages",
+        travels=True,
     )
-    train_norm: bool = Field(False, description="whether a frozen norm's scale and shift train")
-    weights: str | None = Field(None, description="published weights, .safetensors or .pth")
+    train_norm: bool = key(
+        False, description="whether a frozen norm's scale and shift train", travels=True
+    )
+    weights: str | None = key(
+        None, description="published weights, .safetensors or .pth", travels=False
+    )
     # the federation
-    clients: Whole = Field(3, description="number of clients N")
-    participants: Whole | None = Field(None, description="clients a round m; all if not given")
-    rounds: Whole = Field(8, description="communication rounds T")
-    local_epochs: Whole = Field(1, description="local epochs E")
-    quorum: Whole | None = Field(
-        None, description="fewest answers that make a round; all who were asked if not given"
+    clients: Whole = key(3, description="number of clients N", travels=False)
+    participants: Whole | None = key(
+        None, description="clients a round m; all if not given", travels=False
     )
-    round_timeout: Positive | None = Field(
-        None, description="seconds the server waits for a round's answers; for ever if not given"
+    rounds: Whole = key(8, description="communication rounds T", travels=True)
+    local_epochs: Whole = key(1, description="local epochs E", travels=True)
+    quorum: Whole | None = key(
+        None,
+        description="fewest answers that make a round; all who were asked if not given",
+        travels=False,
     )
-    average: Annotated[float, Field(ge=1e-6, le=1)] = Field(
-        0.5, description="share of a round's weights in the reported model's running average"
+    round_timeout: Positive | None = key(
+        None,
+        description="seconds the server waits for a round's answers; for ever if not given",
+        travels=False,
     )
-    aggregation: Literal["mean", "median", "trimmed-mean"] = Field(
-        "mean", description="what the server makes of a round's answers; the last two by coordinate"
+    average: Annotated[float, Field(ge=1e-6, le=1)] = key(
+        0.5,
+        description="share of a round's weights in the reported model's running average",
+        travels=False,
     )
-    trim: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        0.2, description="share of the answers that trimmed-mean drops at each end, rounded up"
+    aggregation: Literal["mean", "median", "trimmed-mean"] = key(
+        "mean",
+        description="what the server makes of a round's answers; the last two by coordinate",
+        travels=False,
     )
-    partition: Literal["iid", "label", "label-extreme", "covariate"] = Field(
-        "iid", description="how the training images are spread over the clients"
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = key(
+        0.2,
+        description="share of the answers that trimmed-mean drops at each end, rounded up",
+        travels=False,
     )
-    concentration: Positive = Field(0.5, description="Dirichlet concentration of a label shift")
-    units_per_client: Whole | None = Field(
-        None, description="units at each client; drawn with replacement where too few"
+    partition: Literal["iid", "label", "label-extreme", "covariate"] = key(
+        "iid", description="how the training images are spread over the clients", travels=False
     )
-    keep_groups: bool = Field(True, description="keep a group's images at one client")
-    homes: tuple[str, ...] | None = Field(
-        None, description="client homes with ledgers of their own, one a client"
+    concentration: Positive = key(
+        0.5, description="Dirichlet concentration of a label shift", travels=False
+    )
+    units_per_client: Whole | None = key(
+        None,
+        description="units at each client; drawn with replacement where too few",
+        travels=False,
+    )
+    keep_groups: bool = key(True, description="keep a group's images at one client", travels=False)
+    homes: tuple[str, ...] | None = key(
+        None, description="client homes with ledgers of their own, one a client", travels=False
     )
     # the guarantee
-    epsilon: float = Field(5.0, description="target ε over all rounds")
-    delta: float = Field(1e-5, description="target δ")
-    accountant: Literal["auto", "renyi"] = Field(
+    epsilon: float = key(5.0, description="target ε over all rounds", travels=True)
+    delta: float = key(1e-5, description="target δ", travels=True)
+    accountant: Literal["auto", "renyi"] = key(
         "auto",
         description="auto: privacy-loss distributions where a method's noise is fixed beforehand,"
         " else the Rényi filter; renyi: the filter for all, to compare methods",
+        travels=True,
     )
-    unit: Unit | None = Field(
+    unit: Unit | None = key(
         None,
         description="what the guarantee protects: record (one image) or group (all images of one"
         " patient); by default group where the data set names groups, else record",
+        travels=True,
     )
-    images_per_unit: Whole = Field(4, description="images used of a drawn group")
-    group_cap: Whole | None = Field(
-        None, description="most images of one group that a record-level run uses; enforced"
+    images_per_unit: Whole = key(4, description="images used of a drawn group", travels=True)
+    group_cap: Whole | None = key(
+        None,
+        description="most images of one group that a record-level run uses; enforced",
+        travels=False,
     )
-    noise: Literal["seeded", "secure"] | None = Field(
+    noise: Literal["seeded", "secure"] | None = key(
         None,
         description="seeded (default of simulations) or secure (default where homes are given)",
+        travels=False,
     )
-    paired: bool = Field(
+    paired: bool = key(
         False,
         description="simulations: methods of one seed share draws and noise, for comparing them",
+        travels=False,
     )
-    public_validation: bool | None = Field(
+    public_validation: bool | None = key(
         None,
         description="homes of a real population: true lets the data set's validation and test"
         " images be measured, which no guarantee covers; else no such image is used",
+        travels=False,
     )
-    public_validation_by: str | None = Field(
-        None, description="who agreed to public_validation = true, by name"
+    public_validation_by: str | None = key(
+        None, description="who agreed to public_validation = true, by name", travels=False
     )
     # local training
-    batch: Whole = Field(64, description="expected batch B")
-    lr: Annotated[float, Field(gt=0, le=1e30)] = Field(1.5, description="learning rate η")
-    clip: Positive = Field(1.0, description="clipping norm C; in dp-fedavg S, of a client's update")
-    optimizer: Literal["sgd", "momentum", "adam"] = Field("sgd", description="the local optimiser")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="for momentum")
-    views: Whole = Field(
-        1, description="views of an image whose mean gradient is clipped; the plain one is first"
+    batch: Whole = key(64, description="expected batch B", travels=True)
+    lr: Annotated[float, Field(gt=0, le=1e30)] = key(
+        1.5, description="learning rate η", travels=True
     )
-    augment: Literal["turns", "shifts"] = Field(
-        "turns", description="what views are: turned and mirrored, or mirrored and moved a little"
+    clip: Positive = key(
+        1.0, description="clipping norm C; in dp-fedavg S, of a client's update", travels=True
     )
-    average_steps: Share = Field(
-        0.0, description="share of a round's last steps whose weights are averaged into the answer"
+    optimizer: Literal["sgd", "momentum", "adam"] = key(
+        "sgd", description="the local optimiser", travels=True
     )
-    # the signal
-    q: Annotated[float, Field(ge=1e-6, le=1)] = Field(0.2, description="share of cells masked")
-    alpha: Weight = Field(1.0, description="weight of the logit change")
-    beta: Weight = Field(1.0, description="weight of the margin")
-    gamma: Weight = Field(1.0, description="exponent of concentration")
-    fill: Literal["imagenet", "image-mean"] = Field("imagenet", description="what masks cells")
-    tau: Annotated[float, Field(ge=1e-6, le=1)] | None = Field(
-        None, description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.9, description="for momentum", travels=True
     )
-    # xcal-paper
-    rho: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="the signal's share of ε")
-    band: Annotated[float, Field(ge=0, le=1)] = Field(0.2, description="half-width b of the band")
-    # xcal
-    w: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.5, description="how far the signal moves a share"
+    views: Whole = key(
+        1,
+        description="views of an image whose mean gradient is clipped; the plain one is first",
+        travels=True,
     )
-    kappa: Positive = Field(5.0, description="price of the signal: 1/(2κ²) more noise")
-    slow_tau: Annotated[float, Field(ge=1e-6, le=1)] = Field(0.01, description="smoothing of s̄")
-    reference: Literal["running", "absolute"] = Field(
-        "running", description="what s is held against"
+    augment: Literal["turns", "shifts"] = key(
+        "turns",
+        description="what views are: turned and mirrored, or mirrored and moved a little",
+        travels=True,
     )
-    contrast: Positive = Field(0.1, description="smallest Δ, the scale of s − s̄")
-    signal_every: Whole = Field(4, description="a signal every k-th step")
-    signal_fraction: Annotated[float, Field(ge=1e-6, le=1)] = Field(
-        1.0, description="share p of the drawn units that enter the signal"
-    )
-    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = Field(
-        "model", description="the model, or what replaces it at the same cost, to see what it does"
-    )
-    # where the noise goes
-    protected: Share = Field(
-        0.2, description="share r of the CAM layer's channels, the most important, to be spared"
-    )
-    protection: Annotated[float, Field(ge=1, le=16)] = Field(
-        2.0, description="how many times less noise than the others the spared channels get"
-    )
-    geometry: Literal["none", "importance"] = Field(
-        "none", description="xcal: noise alike everywhere, or less on the channels that matter"
-    )
-    # how much a unit may contribute
-    clipping: Literal["fixed", "quantile"] = Field(
-        "fixed", description="xcal: clip always to C, or follow a quantile of the norms"
-    )
-    level: Literal["record", "client"] = Field(
-        "record",
-        description="adaptive-clip: at the client, or on updates at the server",
-    )
-    quantile: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.5, description="share γ of the norms that the clipping norm should not cut"
-    )
-    clip_rate: Annotated[float, Field(gt=0, le=2)] = Field(
-        0.2, description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))"
-    )
-    kappa_b: Positive = Field(5.0, description="price of the count: 1/(8κ²) more noise")
-    count_noise: Positive | None = Field(
-        None, description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ"
-    )
-    # adap-dpfl
-    clip_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        5.0, description="C over the norm of the gradients released last round; 0 keeps C"
-    )
-    sigma_decay: Annotated[float, Field(ge=1e-6, le=1)] = Field(
-        0.999, description="β: noise after three rounds of falling loss on public images"
+    average_steps: Share = key(
+        0.0,
+        description="share of a round's last steps whose weights are averaged into the answer",
+        travels=True,
     )
     # measuring and running
-    validation_images: Annotated[int, Field(ge=0)] = Field(
-        500, description="size of the fixed public validation subset measured every round"
+    validation_images: Annotated[int, Field(ge=0)] = key(
+        500,
+        description="size of the fixed public validation subset measured every round",
+        travels=False,
     )
-    road_images: Annotated[int, Field(ge=0)] = Field(
-        32, description="how many of them are also explained and scored by ROAD"
+    road_images: Annotated[int, Field(ge=0)] = key(
+        32, description="how many of them are also explained and scored by ROAD", travels=False
     )
-    road_every: Whole = Field(1, description="in every k-th round, and in the last")
-    road_test_images: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="test images explained at the end; all if not given"
+    road_every: Whole = key(1, description="in every k-th round, and in the last", travels=False)
+    road_test_images: Annotated[int, Field(ge=0)] | None = key(
+        None, description="test images explained at the end; all if not given", travels=False
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of all but secure noise")
-    threads: Annotated[int, Field(ge=0, le=256)] = Field(
-        0, description="torch threads; 0 takes all cores"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
+        0, description="of all but secure noise", travels=False
     )
-    chunk: Whole = Field(256, description="images processed at once; does not change the result")
-    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
+    threads: Annotated[int, Field(ge=0, le=256)] = key(
+        0, description="torch threads; 0 takes all cores", travels=False
+    )
+    chunk: Whole = key(
+        256, description="images processed at once; does not change the result", travels=False
+    )
+    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = key(
         None,
         description="images in every pass, filled up; 0: as many as are drawn; by default 32 where"
         " noise is secure, else 0",
+        travels=False,
     )
-    keep_mb: Annotated[int, Field(ge=0)] = Field(
+    keep_mb: Annotated[int, Field(ge=0)] = key(
         512,
         description="memory a client may use to keep what a frozen beginning makes of its images",
+        travels=False,
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where tensors live")
+    device: Literal["cpu", "cuda"] = key("cpu", description="where tensors live", travels=False)
 
     @property
     def noise_source(self) -> str:
@@ -257,109 +274,17 @@ class Experiment(BaseModel):
         return {k: v for k, v in values.items() if v is not None or k not in _LATER}
 
     def identity(self) -> dict[str, Any]:
-        """`resolved` as it was before keys came that change nothing here: what digests are of."""
-        before = BEFORE_THE_KEY
-        return {k: v for k, v in self.resolved().items() if k not in before or v != before[k]}
+        """What digests are of: `resolved`, with the names and in the order of the first edition.
 
-
-KEYS = tuple(Experiment.model_fields)
-# What a run, a request or a study's cell meant that was written down before the key was there.
-BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
+        Keys that came later stand behind, where they change something.
+        """
+        values = self.resolved()
+        known = {old: values.pop(new) for old, new in FIRST_EDITION.items() if new in values}
+        found = {**known, **values}
+        return {k: v for k, v in found.items() if k not in BEFORE_THE_KEY or v != BEFORE_THE_KEY[k]}
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """' Did you mean …?' where something known is close, else the empty string."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
-    """The values on top of the layer of defaults that their `preset` names, if any."""
-    name = values.get("preset")
-    if name is None:
-        return dict(values)
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(
-            f"Unknown preset {name!r} in {where}.{nearest(str(name), tuple(PRESETS))}"
-            f" Known: {', '.join(PRESETS)}."
-        )
-    return {**PRESETS[name](values), **values}
-
-
-def make_experiment(values: Mapping[str, Any], where: str = "the experiment") -> Experiment:
-    """Check values into an Experiment; the first problem becomes one sentence.
-
-    A preset is a layer beneath the values given here, and is resolved into plain keys.
-    """
-    for key in values:
-        if key not in KEYS:
-            raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), KEYS)}")
-    values = with_preset(values, where)
-    try:
-        made = Experiment(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"][:1]) or "?"
-        what = first["msg"][:1].lower() + first["msg"][1:]
-        raise UserError(
-            f"{key} = {values.get(key)!r} in {where} is not accepted: {what}"
-            f" ({Experiment.model_fields[key].description})."
-        ) from None
-    if (made.public_validation is True) != bool((made.public_validation_by or "").strip()):
-        raise UserError(
-            f'public_validation = true and public_validation_by = "who agreed" go together, and'
-            f" {where} has only one of them: give both, or neither."
-        )
-    return made
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """An experiment file's keys."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"There is no experiment file {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"The experiment file {path} cannot be read as text.") from None
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
-
-
-def read_pinned(path: Path) -> Experiment:
-    """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
-    unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
-    return make_experiment({**unset, **BEFORE_THE_KEY, **read_toml(path)}, str(path))
-
-
-def parse_set(text: str) -> tuple[str, Any]:
-    """`key=value` as the command line gives it; the value is read as TOML, else taken as text."""
-    key, sign, raw = text.partition("=")
-    if not sign or not key.strip():
-        raise UserError(f"--set takes key=value, not {text!r}.")
-    try:
-        value = tomllib.loads(f"v = {raw.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = raw.strip()
-    return key.strip(), value
-
-
-def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experiment, set[str]]:
-    """File, then settings on top of it; also which keys were given and not defaulted."""
-    values = {} if path is None else read_toml(path)
-    where = "the settings" if path is None else str(path)
-    make_experiment(values, where)  # so that an error in the file names the file
-    for text in sets:
-        key, value = parse_set(text)
-        values[key] = value
-    return make_experiment(values, where if not sets else "the settings"), set(values)
-
-
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat keys as TOML; None is left out, since TOML has no null."""
-    lines = []
-    for key, value in values.items():
-        if value is not None:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"

@@ -17,33 +17,34 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-import xcal.data.sampling
+import xcal.dp.accounting
+import xcal.dp.filter
+import xcal.dp.ledger.rows
+import xcal.dp.noise
+import xcal.dp.sampling
 import xcal.explain.signal
 import xcal.federation.home
 import xcal.federation.local
-import xcal.privacy.accounting
-import xcal.privacy.filter
-import xcal.privacy.ledger_rows
-import xcal.privacy.noise
-import xcal.training.adap
-import xcal.training.adaptive
-import xcal.training.central
-import xcal.training.inputs
-import xcal.training.steps
-import xcal.training.xcal
+import xcal.methods.adap_dpfl
+import xcal.methods.adaptive_clip
+import xcal.methods.dp_fedavg
+import xcal.methods.feature_cache
+import xcal.methods.steps
+import xcal.methods.xcal
+from xcal.dp.account import Account
+from xcal.dp.accounting import step_cost
+from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.dp.filter import StepFilter
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Release
+from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors
+from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.federation.home import ClientHome
 from xcal.methods.agp_dp import ProtectedChannels
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import step_cost
-from xcal.privacy.filter import StepFilter
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Release
-from xcal.privacy.mechanism import ChargedStep, Mechanism, ReleasedTensors
-from xcal.privacy.noise import NoiseKey, SecureNoise, SeededNoise
-from xcal.training.clipping import Bound, ClippingEngine
-from xcal.training.inputs import Inputs
-from xcal.training.local import Bench, LocalData, Optimiser, StepAverage
-from xcal.training.xcal import XcalRule
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import Optimiser, StepAverage, StepContext
+from xcal.methods.feature_cache import Inputs
+from xcal.methods.xcal import XcalRule
 
 Patch = pytest.MonkeyPatch
 
@@ -81,7 +82,7 @@ def instead(patch: Patch, owner: Any, name: str) -> Callable[[Callable[..., Any]
 
 
 def half_noise(patch: Patch) -> None:
-    real = xcal.privacy.noise.release_tensors
+    real = xcal.dp.noise.release_tensors
 
     def mutated(sums: Any, scale: float, noise: Any, key: Any) -> Any:
         return real(sums, scale / 2, noise, key)
@@ -105,7 +106,7 @@ def private_fill(patch: Patch) -> None:
 
 
 def summed_group(patch: Patch) -> None:
-    real = xcal.training.local.mean_by_unit
+    real = xcal.methods.context.mean_by_unit
 
     def mutated(values: torch.Tensor, units: torch.Tensor, n_units: int) -> Any:
         weights = values.double().cpu().numpy()
@@ -163,8 +164,8 @@ def empty_draw_free(patch: Patch) -> None:
     """A free look first: whether anybody would be drawn."""
     units = LocalData.draw
 
-    @instead(patch, Bench, "charge")
-    def _(real: Any, self: Bench, step: int, *args: Any, **options: Any) -> Any:
+    @instead(patch, StepContext, "charge")
+    def _(real: Any, self: StepContext, step: int, *args: Any, **options: Any) -> Any:
         batch = units(self.data, self.rate, self.noise, self.key(step, "draw"))
         if batch.n_units:
             charged = real(self, step, *args, **options)
@@ -178,8 +179,8 @@ def empty_draw_free(patch: Patch) -> None:
 
 
 def draw_before_pay(patch: Patch) -> None:
-    @instead(patch, Bench, "charge")
-    def _(real: Any, self: Bench, step: int, *args: Any, **options: Any) -> Any:
+    @instead(patch, StepContext, "charge")
+    def _(real: Any, self: StepContext, step: int, *args: Any, **options: Any) -> Any:
         batch = self.data.draw(self.rate, self.noise, self.key(step, "draw"))
         charged = real(self, step, *args, **options)
         charged.draw = lambda data: batch
@@ -204,7 +205,7 @@ def budget_reset(patch: Patch) -> None:
 
 
 def plan_ignored(patch: Patch) -> None:
-    everywhere(patch, xcal.privacy.ledger_rows.as_planned, lambda run, rate, sigma: True)
+    everywhere(patch, xcal.dp.ledger.rows.as_planned, lambda run, rate, sigma: True)
 
 
 def steps_uncounted(patch: Patch) -> None:
@@ -220,7 +221,7 @@ def odometer_reset(patch: Patch) -> None:
 
 
 def rounded_down(patch: Patch) -> None:
-    real = xcal.privacy.filter.add_up
+    real = xcal.dp.filter.add_up
     everywhere(patch, real, lambda total, cost: math.nextafter(total + cost, -math.inf))
 
 
@@ -254,35 +255,35 @@ def _keeping(patch: Patch, name: str) -> dict[str, Any]:
 
 def raw_signal_traced(patch: Patch) -> None:
     raw = _keeping(patch, "release_scalar")
-    real = xcal.training.local.StepRecord
+    real = xcal.methods.context.StepRecord
 
     def record(*args: Any, **options: Any) -> Any:
         made = real(*args, **options)
         return made if made.signal is None else replace(made, signal=raw["signal"])
 
-    patch.setattr(xcal.training.xcal, "StepRecord", record)
+    patch.setattr(xcal.methods.xcal, "StepRecord", record)
 
 
 def raw_count_steers(patch: Patch) -> None:
     raw = _keeping(patch, "release_scalar")
-    real = xcal.training.adaptive.release_fraction
+    real = xcal.methods.adaptive_clip.release_fraction
 
-    def mutated(bench: Any, *args: Any) -> float:
-        real(bench, *args)
-        return 0.5 + raw["count"] / bench.batch
+    def mutated(context: Any, *args: Any) -> float:
+        real(context, *args)
+        return 0.5 + raw["count"] / context.batch
 
     everywhere(patch, real, mutated)
 
 
 def raw_norms_steer(patch: Patch) -> None:
     raw = _keeping(patch, "release_tensors")
-    real = xcal.training.steps.release_gradient
+    real = xcal.methods.steps.release_gradient
 
-    def mutated(bench: Any, *args: Any, **options: Any) -> Any:
-        real(bench, *args, **options)
-        return {name: value / bench.batch for name, value in raw["gradient"].items()}
+    def mutated(context: Any, *args: Any, **options: Any) -> Any:
+        real(context, *args, **options)
+        return {name: value / context.batch for name, value in raw["gradient"].items()}
 
-    patch.setattr(xcal.training.adap, "release_gradient", mutated)
+    patch.setattr(xcal.methods.adap_dpfl, "release_gradient", mutated)
 
 
 def raw_momentum(patch: Patch) -> None:
@@ -314,7 +315,7 @@ def empty_draw_silent(patch: Patch) -> None:
 
 
 def drawn_divisor(patch: Patch) -> None:
-    real_release = xcal.training.steps.release_gradient
+    real_release = xcal.methods.steps.release_gradient
     drawn = [1]
 
     @instead(patch, ChargedStep, "draw")
@@ -323,8 +324,8 @@ def drawn_divisor(patch: Patch) -> None:
         drawn[0] = max(1, batch.n_units)
         return batch
 
-    def release(bench: Any, *args: Any, **options: Any) -> Any:
-        return real_release(replace(bench, batch=drawn[0]), *args, **options)
+    def release(context: Any, *args: Any, **options: Any) -> Any:
+        return real_release(replace(context, batch=drawn[0]), *args, **options)
 
     everywhere(patch, real_release, release)
 
@@ -345,10 +346,10 @@ def drawn_signal_divisor(patch: Patch) -> None:
 
 
 def answered_divisor(patch: Patch) -> None:
-    real = xcal.training.central.private_mean
+    real = xcal.methods.dp_fedavg.private_mean
 
-    def mutated(bench: Any, updates: Any, **options: Any) -> Any:
-        return real(replace(bench, participants=len(updates)), updates, **options)
+    def mutated(context: Any, updates: Any, **options: Any) -> Any:
+        return real(replace(context, participants=len(updates)), updates, **options)
 
     everywhere(patch, real, mutated)
 
@@ -358,21 +359,23 @@ def answered_divisor(patch: Patch) -> None:
 
 def own_count_clips(patch: Patch) -> None:
     """The norm that this step's own count asks for, in this step."""
-    real = xcal.training.adaptive.clipped_sum
+    real = xcal.methods.adaptive_clip.clipped_sum
 
-    def mutated(bench: Any, batch: Any, bound: Any = None, **options: Any) -> Any:
-        sums = real(bench, batch, bound, **options)
+    def mutated(context: Any, batch: Any, bound: Any = None, **options: Any) -> Any:
+        sums = real(context, batch, bound, **options)
         if bound is None:
             return sums
-        usual = float(sums.norms.double().sum()) / bench.batch  # over B: also where nobody is drawn
+        usual = (
+            float(sums.norms.double().sum()) / context.batch
+        )  # over B: also where nobody is drawn
         middle = bound.norm * (0.5 + usual) / (1 + usual)  # never above what was charged for
-        return real(bench, batch, Bound(middle, bound.geometry), **options)
+        return real(context, batch, Bound(middle, bound.geometry), **options)
 
-    patch.setattr(xcal.training.adaptive, "clipped_sum", mutated)
+    patch.setattr(xcal.methods.adaptive_clip, "clipped_sum", mutated)
 
 
 def count_not_centred(patch: Patch) -> None:
-    real = xcal.training.adaptive.centred_count
+    real = xcal.methods.adaptive_clip.centred_count
 
     def mutated(norms: Any, clip: float, counted: Any) -> float:
         return float((norms <= clip)[counted].sum())
@@ -380,31 +383,39 @@ def count_not_centred(patch: Patch) -> None:
     everywhere(patch, real, mutated)
 
 
-def _brightest(bench: Bench, channels: tuple[int, ...]) -> tuple[int, ...]:
+def _brightest(context: StepContext, channels: tuple[int, ...]) -> tuple[int, ...]:
     """As many channels as were chosen, by the client's own pictures."""
-    count = len(bench.model.get_parameter("conv.bias")) if hasattr(bench.model, "conv") else 8
-    first = int(bench.data._images.pixels.astype(np.int64).sum()) % count
+    count = len(context.model.get_parameter("conv.bias")) if hasattr(context.model, "conv") else 8
+    first = int(context.data._images.pixels.astype(np.int64).sum()) % count
     return tuple(sorted((first + k) % count for k in range(len(channels))))
 
 
 def private_geometry(patch: Patch) -> None:
-    real = xcal.training.xcal.next_bound
+    real = xcal.methods.xcal.next_bound
 
-    def mutated(bench: Bench, rule: XcalRule, state: Any) -> Any:
-        state, _ = real(bench, rule, state)
+    def mutated(context: StepContext, rule: XcalRule, state: Any) -> Any:
+        state, _ = real(context, rule, state)
         if state.channels:
-            state = replace(state, channels=_brightest(bench, state.channels))
-        return real(bench, rule, state)
+            state = replace(state, channels=_brightest(context, state.channels))
+        return real(context, rule, state)
 
-    patch.setattr(xcal.training.xcal, "next_bound", mutated)
+    patch.setattr(xcal.methods.xcal, "next_bound", mutated)
 
 
 def private_channels(patch: Patch) -> None:
     @instead(patch, ProtectedChannels, "step")
-    def _(real: Any, self: Any, bench: Bench, step: int, experiment: Any, plan: Any, state: Any):
+    def _(
+        real: Any,
+        self: Any,
+        context: StepContext,
+        step: int,
+        experiment: Any,
+        plan: Any,
+        state: Any,
+    ):
         if state.channels is None:
-            state = replace(state, channels=_brightest(bench, (0,)))
-        return real(self, bench, step, experiment, plan, state)
+            state = replace(state, channels=_brightest(context, (0,)))
+        return real(self, context, step, experiment, plan, state)
 
 
 def less_than_charged(patch: Patch) -> None:
@@ -417,13 +428,13 @@ def less_than_charged(patch: Patch) -> None:
 
 
 def scaled_fraction(patch: Patch) -> None:
-    real = xcal.training.xcal._gradient_and_scores
+    real = xcal.methods.xcal._gradient_and_scores
 
-    def mutated(bench: Any, step: int, batch: Any, rule: XcalRule, bound: Any) -> Any:
-        sums, centred, counted = real(bench, step, batch, rule, bound)
+    def mutated(context: Any, step: int, batch: Any, rule: XcalRule, bound: Any) -> Any:
+        sums, centred, counted = real(context, step, batch, rule, bound)
         return sums, centred / rule.signal_fraction, counted
 
-    patch.setattr(xcal.training.xcal, "_gradient_and_scores", mutated)
+    patch.setattr(xcal.methods.xcal, "_gradient_and_scores", mutated)
 
 
 # --- who is drawn ---------------------------------------------------------------------------------
@@ -443,7 +454,7 @@ def other_rate_charged(patch: Patch) -> None:
 
 
 def _other_draw(patch: Patch, mutated: Callable[[Any, float, Any], Any]) -> None:
-    real = xcal.data.sampling.poisson_draw
+    real = xcal.dp.sampling.poisson_draw
     everywhere(patch, real, lambda uniforms, rate: mutated(uniforms, rate, real))
 
 
@@ -466,8 +477,8 @@ def drawn_twice(patch: Patch) -> None:
         units = real(uniforms, rate)
         return np.sort(np.concatenate([units[:1], units]))
 
-    real = xcal.data.sampling.poisson_draw
-    patch.setattr(xcal.training.local, "poisson_draw", lambda u, rate: drawn(u, rate, real))
+    real = xcal.dp.sampling.poisson_draw
+    patch.setattr(xcal.methods.context, "poisson_draw", lambda u, rate: drawn(u, rate, real))
 
 
 def views_as_units(patch: Patch) -> None:
@@ -488,16 +499,16 @@ def null_units_left_out(patch: Patch) -> None:
 
 
 def too_many_images(patch: Patch) -> None:
-    real = xcal.data.sampling.images_of
+    real = xcal.dp.sampling.images_of
 
     def mutated(drawn: Any, table: Any, images_per_unit: int, chosen: Any = None) -> Any:
         return real(drawn, table, max(images_per_unit, int(table.sizes.max(initial=1))), chosen)
 
-    patch.setattr(xcal.training.local, "images_of", mutated)
+    patch.setattr(xcal.methods.context, "images_of", mutated)
 
 
 def cap_ignored(patch: Patch) -> None:
-    real = xcal.data.sampling.cap_groups
+    real = xcal.dp.sampling.cap_groups
     everywhere(patch, real, lambda groups, cap, rng: np.arange(len(groups)))
 
 
@@ -515,7 +526,7 @@ def key_without(part: str) -> Callable[[Patch], None]:
         def text(key: NoiseKey) -> tuple[Any, ...]:
             return astuple(replace(key, **{part: type(getattr(key, part))()}))
 
-        patch.setattr(xcal.privacy.noise, "astuple", text)
+        patch.setattr(xcal.dp.noise, "astuple", text)
 
     return plant
 

@@ -16,10 +16,10 @@ from xcal.audit.inversion import Settings, experiment_for, invert, update_of
 from xcal.audit.onerun import audit_method
 from xcal.audit.suite import Effort, Suite
 from xcal.cli.main import app
-from xcal.config import make_experiment
 from xcal.data import catalog
 from xcal.data.images import Images
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import method_of
 

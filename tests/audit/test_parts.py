@@ -23,9 +23,10 @@ from xcal.audit.canaries import (
 from xcal.audit.membership import auc_of, halves, lira_scores, tpr_of
 from xcal.audit.reading import mixture_ratio, quiet_blocks, reach
 from xcal.audit.similarity import psnr, ssim
-from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import LocalData, trainable
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.noise import NoiseKey, SeededNoise
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import trainable
 
 
 def test_directions_are_orthonormal_and_read_back():

@@ -17,11 +17,12 @@ from audit.mutants import BY_NAME, MUTANTS
 from support import ROOT
 from xcal.audit.alone import train_alone
 from xcal.audit.onerun import audit_method
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import Images
-from xcal.privacy.accounting import joint_sigma, reference_cost
-from xcal.training.local import LocalData
+from xcal.dp.accounting import joint_sigma, reference_cost
+from xcal.experiments import make_experiment
+from xcal.methods.client_data import LocalData
 
 
 @pytest.fixture(autouse=True, scope="module")

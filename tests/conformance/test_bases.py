@@ -18,13 +18,13 @@ import torch
 
 import xcal
 from support import TINY, FreeAccount
+from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.federation.aggregation import Mean, Median, TrimmedMean, server_round
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.files import read_tensors
 from xcal.methods import agp
-from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.training.central import ServerBench, private_mean
+from xcal.methods.dp_fedavg import ServerContext, private_mean
 
 # One accountant for all: bases differ from what is built on them in nothing else.
 QUICK = {**TINY, "accountant": "renyi", "road_images": 0, "road_test_images": 0}
@@ -111,9 +111,9 @@ def _answers(count: int) -> tuple[dict[str, torch.Tensor], list[RoundReply]]:
 def test_dp_fedavg_without_noise_and_clipping_is_the_mean_of_equal_clients() -> None:
     old, answers = _answers(4)
     plain, _ = server_round(0, old, answers, Mean(), None)
-    bench = ServerBench("m", 0, SeededNoise(0), FreeAccount(), 4)  # type: ignore[arg-type]
+    context = ServerContext("m", 0, SeededNoise(0), FreeAccount(), 4)  # type: ignore[arg-type]
     updates = [{"w": r.weights["w"].double() - old["w"].double()} for r in answers if r.weights]
-    mean = private_mean(bench, updates, clip=1e6, sigma=1e-30).mean
+    mean = private_mean(context, updates, clip=1e6, sigma=1e-30).mean
     assert torch.allclose(old["w"].double() + mean["w"], plain["w"].double(), atol=1e-6)
 
 

@@ -23,18 +23,18 @@ import torch
 import xcal
 from support import TINY, make_sites, tiny, tiny_home
 from wire import KEYS, a_request, ask, changed, real
-from xcal.config import make_experiment
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms, find_ledgers, read_rows, runs_of
+from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise
+from xcal.dp.noise_ahead import SecureNoiseAhead
+from xcal.experiments import make_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.home import ClientHome
 from xcal.federation.local import server_noise
 from xcal.federation.messages import LOCAL_KEYS, Refusal, Reply
 from xcal.federation.setup import prepare, prepare_remote
-from xcal.privacy import ledger
+from xcal.methods.client_data import LocalData
 from xcal.privacy import noise as noises
-from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.ledger_rows import Terms, find_ledgers, read_rows, runs_of
-from xcal.privacy.noise import NoiseKey, NoiseSource, SecureNoise
-from xcal.training.local import LocalData
 
 KEY = NoiseKey("0", "xcal", 0, 0, "gradient")
 OTHERS = (

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from support import ROOT, xcal_process
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "first_edition.tar.xz"

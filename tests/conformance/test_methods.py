@@ -13,13 +13,13 @@ import torch
 
 import xcal
 from support import TINY
-from xcal.config import KEYS
+from xcal.dp.accounting import reference_cost
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import KEYS
 from xcal.federation.files import read_tensors
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import METHODS
-from xcal.privacy.accounting import reference_cost
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 ALL = sorted(METHODS)
 PRIVATE = [name for name in ALL if METHODS[name].private]

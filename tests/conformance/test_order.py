@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import xcal
-import xcal.privacy.mechanism
+import xcal.dp.mechanism
 from method_cases import BASE, CASES
 from support import ROOT
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Charge, read_rows
 from xcal.federation.files import read_json
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Charge, read_rows
-from xcal.training.local import LocalData
+from xcal.methods.client_data import LocalData
 
 
 @pytest.mark.parametrize(("method", "options"), CASES)
@@ -24,7 +24,7 @@ def test_a_step_is_paid_for_then_drawn_then_released(
 ) -> None:
     events: list[tuple[str, str, Any]] = []
     charge, draw = Ledger.charge, LocalData.draw
-    mechanism = xcal.privacy.mechanism
+    mechanism = xcal.dp.mechanism
     tensors, scalar = mechanism.release_tensors, mechanism.release_scalar
 
     def pays(self: Ledger, charged: Charge) -> None:
@@ -81,7 +81,7 @@ def test_only_the_mechanism_and_what_has_no_guarantee_call_the_release_functions
         path.relative_to(source).as_posix()
         for path in source.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == "xcal.privacy.noise"
+        if isinstance(node, ast.ImportFrom) and node.module == "xcal.dp.noise"
         if {alias.name for alias in node.names} & {"release_tensors", "release_scalar"}
     }
-    assert callers == {"privacy/mechanism.py", "training/agp.py"}
+    assert callers == {"dp/mechanism.py", "methods/agp.py"}

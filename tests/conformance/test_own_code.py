@@ -12,13 +12,13 @@ import pytest
 import misbehaving
 import xcal
 from support import TINY, sets, xcal_process
-from xcal.config import make_experiment
+from xcal.dp.batch_invariance import DependentNetwork
+from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of, verify
+from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import prepare
-from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, verify
-from xcal.privacy.mechanism import UnchargedRelease
-from xcal.training.independence import DependentNetwork
 
 QUICK = {**TINY, "unit": "record", "rounds": 2, "road_images": 0, "road_test_images": 0}
 

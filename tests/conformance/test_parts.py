@@ -14,25 +14,24 @@ import torch
 
 import xcal
 from support import TINY, micro, tiny_bench
-from xcal.config import make_experiment
+from xcal.dp.account import Account
+from xcal.dp.accounting import joint_sigma
+from xcal.dp.calibration import Plan
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
 from xcal.federation.files import read_tensors
-from xcal.methods.agp_dp import AGP_DP
+from xcal.methods.adaptive_clip import ClipState, QuantileRule, quantile_step
+from xcal.methods.agp_dp import AGP_DP, ChannelRule, released_importance
+from xcal.methods.cam_layer import cam_layer_of
+from xcal.methods.context import Optimiser, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
-from xcal.privacy import ledger
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import joint_sigma
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
-from xcal.training.adaptive import ClipState, QuantileRule, quantile_step
-from xcal.training.cam_layer import cam_layer_of
-from xcal.training.geometry import ChannelRule, released_importance
-from xcal.training.local import Bench, Optimiser, ReplayKey
-from xcal.training.steps import dp_step
-from xcal.training.xcal import XcalRule, XcalState, xcal_step
+from xcal.methods.steps import dp_step
+from xcal.methods.xcal import XcalRule, XcalState, xcal_step
 
 KEYS = {"epsilon": 8.0, "delta": 1e-3, "batch": 20, "rounds": 4}
 STEPS = 4
@@ -50,7 +49,7 @@ def account(path: Path, plan: Plan) -> Iterator[Account]:
         yield Account(book, terms, replayable=True)
 
 
-def bench_with(book: Account) -> Bench:
+def bench_with(book: Account) -> StepContext:
     model = micro(3, seed=1)
     return tiny_bench(
         model,
@@ -65,11 +64,11 @@ def bench_with(book: Account) -> Bench:
 def trained(tmp_path: Path, name: str, plan: Plan, step: Callable[..., Any]) -> dict[str, Any]:
     """Some real steps on one and the same noise; the weights they lead to."""
     with account(tmp_path / f"{name}.sqlite", plan) as book:
-        bench = bench_with(book)
+        context = bench_with(book)
         state = None
         for number in range(STEPS):
-            state, _ = step(bench, number, state)
-    return dict(bench.model.state_dict())
+            state, _ = step(context, number, state)
+    return dict(context.model.state_dict())
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -81,8 +80,8 @@ def static(tmp_path: Path) -> tuple[Plan, dict[str, Any]]:
     experiment = make_experiment({"method": "fl-dp", **KEYS})
     plan = plan_for(experiment, 150)
 
-    def step(bench: Bench, number: int, state: None) -> Any:
-        return FL_DP.step(bench, number, experiment, plan, state)
+    def step(context: StepContext, number: int, state: None) -> Any:
+        return FL_DP.step(context, number, experiment, plan, state)
 
     return plan, trained(tmp_path, "static", plan, step)
 
@@ -97,9 +96,9 @@ def test_agp_dp_without_protection_is_static_noise(
     plan, weights = static
     experiment = make_experiment({"method": "agp-dp", **KEYS, **off})
 
-    def step(bench: Bench, number: int, state: Any) -> Any:
+    def step(context: StepContext, number: int, state: Any) -> Any:
         state = state or AGP_DP.load_state(None)
-        return AGP_DP.step(bench, number, experiment, plan, state)
+        return AGP_DP.step(context, number, experiment, plan, state)
 
     assert same(trained(tmp_path, "mine", plan, step), weights) == equal
 
@@ -112,8 +111,10 @@ def test_adaptive_clip_that_does_not_follow_is_static_noise(
     # A count that costs nothing, so that the gradient has the base's σ.
     rule = QuantileRule(rate=rate, start=0.3, kappa_b=1e12)
 
-    def step(bench: Bench, number: int, state: Any) -> Any:
-        return quantile_step(bench, number, rule, state or ClipState(), sigma_eff=plan.sigma_static)
+    def step(context: StepContext, number: int, state: Any) -> Any:
+        return quantile_step(
+            context, number, rule, state or ClipState(), sigma_eff=plan.sigma_static
+        )
 
     # κ_b so large would make C a random walk: it is read, not obeyed, at rate 0.
     assert same(trained(tmp_path, "mine", plan, step), weights) == equal
@@ -126,13 +127,13 @@ def test_xcal_without_signal_and_reach_is_static_noise_of_its_own_sigma(
     rule = XcalRule(plan, SignalSettings(), w=0.0, with_signal=False, channels=ChannelRule(0.0))
     used: list[float] = []
 
-    def ours(bench: Bench, number: int, state: Any) -> Any:
-        state, record = xcal_step(bench, number, rule, state or XcalState())
+    def ours(context: StepContext, number: int, state: Any) -> Any:
+        state, record = xcal_step(context, number, rule, state or XcalState())
         used.append(record.sigma)
         return state, record
 
-    def base(bench: Bench, number: int, state: Any) -> Any:
-        return None, dp_step(bench, number, sigma=used[number])
+    def base(context: StepContext, number: int, state: Any) -> Any:
+        return None, dp_step(context, number, sigma=used[number])
 
     mine = trained(tmp_path, "mine", plan, ours)
     assert all(abs(sigma / plan.sigma_static - 1) < 0.003 for sigma in used)

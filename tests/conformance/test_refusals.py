@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from support import TINY, make_sites
-from xcal.config import make_experiment
+from xcal.dp.account import Account
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger.rows import Row, charges_of, read_rows
+from xcal.dp.noise import SeededNoise
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, server_rule
 from xcal.federation.exchange import RoundReply, RoundRequest, Weights
@@ -20,12 +24,8 @@ from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.federation.site import Site
 from xcal.methods.base import CentralMethod
+from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS
-from xcal.privacy.account import Account
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger_rows import Row, charges_of, read_rows
-from xcal.privacy.noise import SeededNoise
-from xcal.training.local import trainable
 
 ALL = sorted(METHODS)
 PRIVATE = [name for name in ALL if METHODS[name].private]

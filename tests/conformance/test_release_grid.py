@@ -14,10 +14,10 @@ import torch
 
 import xcal
 from support import ROOT, TINY
+from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of
+from xcal.methods.context import Optimiser
 from xcal.methods.registry import METHODS
 from xcal.privacy import noise as noises
-from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of
-from xcal.training.local import Optimiser
 
 KEYS = {**TINY, "rounds": 1, "clients": 2, "signal_every": 1, "road_images": 0}
 
@@ -104,8 +104,8 @@ def test_the_optimiser_sees_the_rounded_sum_over_b_and_nothing_else(
 def test_noise_is_drawn_only_where_it_is_rounded() -> None:
     """A method that took noise from its source by itself would release all of its bits."""
     allowed = {
-        "privacy/noise.py",  # the releases themselves
-        "privacy/ahead.py",  # prepares a source's noise, which is released by the former
+        "dp/noise.py",  # the releases themselves
+        "dp/noise_ahead.py",  # prepares a source's noise, which is released by the former
         "audit/canaries.py",  # an auditor's source around another, for attacks
     }
     found = set()

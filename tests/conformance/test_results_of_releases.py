@@ -21,18 +21,19 @@ import torch
 from torch import Tensor
 
 import xcal
-import xcal.privacy.mechanism
+import xcal.dp.mechanism
 from method_cases import BASE, CASES
 from support import TINY, tiny
 from xcal.audit.alone import train_alone
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
+from xcal.dp.noise import NoiseKey, SecureNoise
+from xcal.experiments import make_experiment
 from xcal.methods.base import CentralMethod
+from xcal.methods.client_data import LocalData
+from xcal.methods.dp_fedavg import ServerContext
 from xcal.methods.registry import METHODS, method_of, plan_for
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of
-from xcal.privacy.noise import NoiseKey, SecureNoise
-from xcal.training.central import ServerBench
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import LocalData
 
 
 def local_data(experiment: Experiment, seed: int) -> LocalData:
@@ -89,8 +90,8 @@ class Seen:
             return real(engine, *args, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(xcal.privacy.mechanism, "release_tensors", self.tensors)
-            patch.setattr(xcal.privacy.mechanism, "release_scalar", self.scalar)
+            patch.setattr(xcal.dp.mechanism, "release_tensors", self.tensors)
+            patch.setattr(xcal.dp.mechanism, "release_scalar", self.scalar)
             patch.setattr(ClippingEngine, "clipped_sum", clipped_sum)
             yield
 
@@ -184,8 +185,8 @@ def test_nothing_but_releases_reaches_what_a_server_shows(experiment: Experiment
                     {"w": 3 * torch.rand(4, generator=source, dtype=torch.float64)}
                     for _ in range(answers)
                 ]
-                bench = ServerBench(method.name, number, SecureNoise(), account, 5)  # type: ignore[arg-type]
-                mean, state = method.server_step(bench, experiment, plan, updates, state)
+                context = ServerContext(method.name, number, SecureNoise(), account, 5)  # type: ignore[arg-type]
+                mean, state = method.server_step(context, experiment, plan, updates, state)
                 means.append(mean["w"].tolist())
         found.append((means, state, seen.released, account.paid))
     assert found[0] == found[1]

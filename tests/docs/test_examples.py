@@ -11,7 +11,7 @@ import pytest
 
 import xcal
 from support import ROOT, xcal_process
-from xcal.config import load_experiment, read_toml
+from xcal.experiments import load_experiment, read_toml
 from xcal.federation.outcome import unused_keys
 from xcal.methods.registry import get_method, plan_for
 

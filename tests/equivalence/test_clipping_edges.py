@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 from xcal.errors import UserError
 from xcal.models.resnet import resnet18
-from xcal.training.clipping import ClippingEngine
-from xcal.training.clipping.reference import norm, one_at_a_time, unit_gradients
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.weights import load_published, read_weights
-from xcal.training.clipping import ClippingEngine
-from xcal.training.clipping.reference import norm, one_at_a_time, unit_gradients
 
 BUILDERS = {"resnet18": resnet18, "efficientnet_b0": efficientnet_b0}
 

@@ -11,17 +11,18 @@ import torch
 
 import xcal
 from support import TINY, tiny
-from xcal.config import make_experiment
+from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.dp.noise import NoiseKey, SeededNoise
+from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
+from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.signal_step import _forward
+from xcal.methods.steps import clipped_sum
 from xcal.models.registry import build_network
 from xcal.models.split import split_frozen
-from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.training.clipping import Bound, ClippingEngine
-from xcal.training.evaluate import PublicImages, predict
-from xcal.training.local import Bench, LocalData, Optimiser
-from xcal.training.steps import clipped_sum
-from xcal.training.xcal import _forward
 
 NETWORK = {"network": "resnet18", "pixels": 32}
 
@@ -30,11 +31,11 @@ def network(train: str, name: str = "resnet18") -> Any:
     return build_network(make_experiment({"network": name, "train": train}), 3)
 
 
-def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) -> Bench:
-    """A bench whose frozen beginning is kept where `megabytes` allow it."""
+def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) -> StepContext:
+    """A context whose frozen beginning is kept where `megabytes` allow it."""
     split = split_frozen(model)
     assert data.keep_activations(split, megabytes) == (megabytes > 0)
-    return Bench(
+    return StepContext(
         client="0", method="m", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
         optimiser=Optimiser(model, "sgd", 0.1, 0.0), clip=1.0,
@@ -81,10 +82,10 @@ def test_clipped_sums_are_those_of_the_whole_network(train: str, views: int) -> 
     for megabytes in (0, 64):
         data = LocalData(tiny(pixels=32, train=24).train, unit="group", images_per_unit=2,
                          views=views)  # fmt: skip
-        bench = bench_keeping(megabytes, model, data, batch=6)
+        context = bench_keeping(megabytes, model, data, batch=6)
         for capture in (None, model.cam_layer):
             batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
-            sums.append(clipped_sum(bench, batch, capture=capture))
+            sums.append(clipped_sum(context, batch, capture=capture))
     for name in sums[0].gradients:
         for one in sums[1:]:
             torch.testing.assert_close(one.gradients[name], sums[0].gradients[name],
@@ -102,10 +103,10 @@ def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
     for megabytes in (0, 64):
         data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1,
                          views=views)  # fmt: skip
-        bench = bench_keeping(megabytes, model, data, batch=12, chunk=4)
+        context = bench_keeping(megabytes, model, data, batch=12, chunk=4)
         batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
         entering = np.arange(batch.n_units) < share * batch.n_units
-        found.append(_forward(bench, batch, entering, SignalSettings(), Bound(1.0)))
+        found.append(_forward(context, batch, entering, SignalSettings(), Bound(1.0)))
     (sums, parts, chosen), (kept_sums, kept_parts, kept_chosen) = found
     assert torch.equal(chosen, kept_chosen)
     assert int(chosen.sum()) == int(entering.sum())  # one plain image a unit
@@ -164,14 +165,14 @@ def test_an_empty_draw_is_empty_with_activations_too(views: int) -> None:
     data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1, views=views)
     assert data.keep_activations(split_frozen(model), 64)
     batch = data.draw(0.0, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
-    bench = Bench(
+    context = StepContext(
         client="0", method="m", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
         optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
         split=split_frozen(model),
     )  # fmt: skip
     for capture in (None, model.cam_layer):
-        sums = clipped_sum(bench, batch, capture=capture)
+        sums = clipped_sum(context, batch, capture=capture)
         assert all(float(g.abs().max()) == 0 for g in sums.gradients.values())
 
 

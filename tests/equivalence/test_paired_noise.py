@@ -10,13 +10,13 @@ import torch
 
 import xcal
 from support import TINY, tiny_home
-from xcal.config import make_experiment
+from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import public_keys
 from xcal.federation.setup import prepare
-from xcal.privacy.noise import NoiseKey, SeededNoise
 
 QUICK: dict[str, Any] = {
     **TINY,

@@ -10,20 +10,21 @@ import pytest
 import torch
 
 from support import charged, micro, tiny
-from xcal.config import make_experiment
 from xcal.data.images import Images
+from xcal.dp.account import Account
+from xcal.dp.calibration import Plan
+from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import RunTerms, Terms
+from xcal.dp.noise import NoiseKey, NoiseSource, SeededNoise
+from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
+from xcal.methods.client_data import Batch, LocalData
+from xcal.methods.context import Optimiser, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
-from xcal.privacy import ledger
-from xcal.privacy.account import Account
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import RunTerms, Terms
-from xcal.privacy.noise import NoiseKey, NoiseSource, SeededNoise
+from xcal.methods.steps import clipped_sum, dp_step, release_gradient, sgd_step
 from xcal.training import xcal as steps_with_signal
-from xcal.training.clipping import Bound, ClippingEngine
-from xcal.training.local import Batch, Bench, LocalData, Optimiser, ReplayKey, digest_tensors
-from xcal.training.steps import clipped_sum, dp_step, release_gradient, sgd_step
 
 
 class Fixed(LocalData):
@@ -39,9 +40,9 @@ class Fixed(LocalData):
 
 def bench_with(
     data: LocalData, *, clip: float = 1.0, account: Account | None = None, kind: str = "sgd"
-) -> Bench:
+) -> StepContext:
     model = micro(3, seed=1)
-    return Bench(
+    return StepContext(
         client="0",
         method="test",
         round=0,
@@ -61,7 +62,7 @@ def bench_with(
 @pytest.mark.parametrize("unit", ["record", "group"])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 def test_no_noise_and_no_clipping_is_plain_sgd(unit: str, kind: str) -> None:
-    def fresh() -> Bench:
+    def fresh() -> StepContext:
         data = LocalData(tiny().train, unit=unit, images_per_unit=2)
         return bench_with(data, clip=1e6, kind=kind)
 
@@ -109,25 +110,25 @@ def test_a_record_of_nans_changes_nothing(method: str, account: Any, tmp_path: P
     bad[1] = True
     digests = []
     for batch in (with_nan(whole, 1), whole.without(bad)):
-        bench = bench_with(Fixed(images, batch), account=book)
-        one_step(method, bench, plan, book)
-        digests.append(digest_tensors(bench.model.state_dict().items()))
+        context = bench_with(Fixed(images, batch), account=book)
+        one_step(method, context, plan, book)
+        digests.append(digest_tensors(context.model.state_dict().items()))
     assert digests[0] == digests[1]
 
 
-def one_step(method: str, bench: Bench, plan: Plan, book: Account) -> None:
+def one_step(method: str, context: StepContext, plan: Plan, book: Account) -> None:
     book.rewind(0, 0)
     book._recorded.clear()  # the same step again, on purpose, to compare its two outcomes
     book._charges.clear()
     book._last = (-1, -1)
     if method == "fl-dp":
-        dp_step(bench, 0, sigma=plan.sigma_static)
+        dp_step(context, 0, sigma=plan.sigma_static)
     elif method == "xcal":
         rule = steps_with_signal.XcalRule(plan, SignalSettings())
-        steps_with_signal.xcal_step(bench, 0, rule, steps_with_signal.XcalState())
+        steps_with_signal.xcal_step(context, 0, rule, steps_with_signal.XcalState())
     else:
         rule_p = steps_with_signal.PaperRule(plan, SignalSettings(positive_only=False))
-        steps_with_signal.paper_step(bench, 0, rule_p, steps_with_signal.PaperState())
+        steps_with_signal.paper_step(context, 0, rule_p, steps_with_signal.PaperState())
 
 
 def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
@@ -139,10 +140,10 @@ def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
     rule = steps_with_signal.XcalRule(plan, SignalSettings())
     bad = torch.zeros(whole.n_units, dtype=torch.bool)
     bad[2] = True
-    bench = bench_with(Fixed(images, whole))
+    context = bench_with(Fixed(images, whole))
 
     def centred(batch: Batch) -> float:
-        return steps_with_signal._gradient_and_scores(bench, 0, batch, rule, Bound(1.0))[1]
+        return steps_with_signal._gradient_and_scores(context, 0, batch, rule, Bound(1.0))[1]
 
     broken, everyone = centred(with_nan(whole, 2)), centred(whole)
     alone = centred(whole.without(~bad))
@@ -158,14 +159,14 @@ def test_an_empty_draw_is_a_noise_only_step(account: Any) -> None:
         torch.zeros(0, dtype=torch.long),
         0,
     )
-    bench = bench_with(Fixed(images, empty), account=book)
-    before = {k: v.clone() for k, v in bench.model.state_dict().items()}
+    context = bench_with(Fixed(images, empty), account=book)
+    before = {k: v.clone() for k, v in context.model.state_dict().items()}
     spent = book.filter.spent
     rule = steps_with_signal.XcalRule(plan, SignalSettings())
-    state, record = steps_with_signal.xcal_step(bench, 0, rule, steps_with_signal.XcalState())
+    state, record = steps_with_signal.xcal_step(context, 0, rule, steps_with_signal.XcalState())
     assert book.filter.spent > spent
     assert state.signals == 1
     assert record.signal is not None
-    for name, value in bench.model.state_dict().items():
+    for name, value in context.model.state_dict().items():
         assert bool((value != before[name]).any()), name  # noise on every parameter
     assert np.isfinite(record.sigma)

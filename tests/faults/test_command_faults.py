@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from support import ForkedXcal, die_at, sets, warm_up
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import Terms, read_rows, verify
 from xcal.federation.folder import RunFolder
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import Terms, read_rows, verify
 
 CLIENTS = 2
 KEYS = {"method": "fl-dp", "clients": CLIENTS, "rounds": 3, "road_images": 0, "road_test_images": 0}

@@ -15,7 +15,7 @@ import typer.main
 from fuzzing import damaged, rounds, within
 from support import TINY
 from xcal.cli.main import app, main
-from xcal.config import KEYS, to_toml
+from xcal.experiments import KEYS, to_toml
 
 VALUES = (
     "", " ", "-1", "0", "1", "7", "1e9", "999999999999999999999", "nan",

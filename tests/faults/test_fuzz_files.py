@@ -23,12 +23,10 @@ from safetensors.torch import save_file
 from fuzzing import damaged, one_sentence, rounds, within
 from support import TINY, micro
 from xcal.data.importing import import_dataset
-from xcal.errors import UserError
-from xcal.models.weights import load_published, read_weights
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import (
+from xcal.dp.account import Account
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import (
     GENESIS,
     Release,
     RunTerms,
@@ -41,6 +39,8 @@ from xcal.privacy.ledger_rows import (
     terms_of,
     verify,
 )
+from xcal.errors import UserError
+from xcal.models.weights import load_published, read_weights
 
 # --- data sets ------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ import torch
 
 from support import TINY, tiny_home
 from wire import a_request, ask, changed, real
-from xcal.config import make_experiment
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation import memory
 from xcal.federation.answer import answer
 from xcal.federation.files import write_tensors
@@ -24,7 +25,6 @@ from xcal.federation.home_check import check_home
 from xcal.federation.messages import Refusal, Reply, encode_request
 from xcal.federation.site import Pace
 from xcal.methods.registry import method_of
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ import torch
 from fuzzing import damaged, rounds, within
 from support import ROOT, tiny_home
 from wire import a_request, ask, changed, real
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.federation.answer import answer
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal, Reply, decode_answer, encode_request
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 
 @pytest.fixture

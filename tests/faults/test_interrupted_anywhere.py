@@ -20,10 +20,10 @@ import xcal
 from kill_chain import KEYS
 from left_behind import Snapshot, compare, examine
 from support import ForkedXcal, sets, warm_up, xcal_environment
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.ledger import __file__ as ledger_file
+from xcal.dp.ledger.rows import Charge, Release, RunTerms, Terms, read_rows
 from xcal.federation.files import read_tensors, write_tensors
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger import __file__ as ledger_file
-from xcal.privacy.ledger_rows import Charge, Release, RunTerms, Terms, read_rows
 
 SOURCE = str(Path(xcal.__file__).parent)
 LONG = os.environ.get("XCAL_FAULTS") == "long"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from xcal.cli.main import main as entry_point
+from xcal.dp.ledger.backup import back_up
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Charge, Release, RunTerms, Terms, read_rows, verify
 from xcal.errors import UserError
 from xcal.privacy import ledger as ledgers
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_backup import back_up
-from xcal.privacy.ledger_rows import Charge, Release, RunTerms, Terms, read_rows, verify
 
 RUN = RunTerms(
     noise="secure",
@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
 
 
 def charge(step: int) -> Charge:
-    from xcal.privacy.accounting import step_cost
+    from xcal.dp.accounting import step_cost
 
     cost = step_cost(0.1, 4.0, 8.0)
     return Charge("r", 0, step, 0.1, 4.0, cost, (Release("gradient", 4.0, 1.0),), None)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from xcal.errors import UserError
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import (
+from xcal.dp.account import Account
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import (
     GENESIS,
     Head,
     Release,
@@ -31,6 +30,7 @@ from xcal.privacy.ledger_rows import (
     row_hash,
     verify,
 )
+from xcal.errors import UserError
 
 RATE, ORDER, SIGMA = 0.05, 8.0, 2.0
 RUN = RunTerms("run", "xcal", "record", 3.0, 1e-5, ORDER, budget_at(ORDER, 3.0, 1e-5), 100)

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import Terms, read_rows, verify
 from xcal.errors import UserError
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import Terms, read_rows, verify
 
 COMMON = """
 import sys
 from pathlib import Path
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Release, RunTerms
+from xcal.dp.account import Account
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Release, RunTerms
 
 path = Path(sys.argv[1])
 order, rate, sigma = 8.0, 0.01, 4.0
@@ -43,11 +43,11 @@ import numpy as np, torch
 from xcal.data.images import Images
 from xcal.explain.signal import SignalSettings
 from xcal.models.small import small
-from xcal.privacy.calibration import PlanShape, plan_xcal
-from xcal.privacy.noise import SecureNoise
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Bench, LocalData, Optimiser
-from xcal.training.xcal import XcalRule, XcalState, xcal_step
+from xcal.dp.calibration import PlanShape, plan_xcal
+from xcal.dp.noise import SecureNoise
+from xcal.dp.clipping import ClippingEngine
+from xcal.methods.context import StepContext, LocalData, Optimiser
+from xcal.methods.xcal import XcalRule, XcalState, xcal_step
 
 torch.set_num_threads(1)
 
@@ -75,13 +75,13 @@ terms = RunTerms(
     "run", "xcal", "record", plan.epsilon, plan.delta, plan.order, plan.budget, plan.steps
 )
 with Ledger(path) as ledger:
-    bench = Bench(
+    context = StepContext(
         client="0", method="xcal", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=LocalData(images, unit="record", images_per_unit=1),
         noise=Stopping(), account=Account(ledger, terms, replayable=False),
         optimiser=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
     )
-    xcal_step(bench, 0, XcalRule(plan, SignalSettings()), XcalState())
+    xcal_step(context, 0, XcalRule(plan, SignalSettings()), XcalState())
 """
 
 

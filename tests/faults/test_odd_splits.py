@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support import micro
-from xcal.privacy.ledger_rows import find_ledgers, read_rows, verify
+from xcal.dp.ledger.rows import find_ledgers, read_rows, verify
 
 Invoke = Callable[..., tuple[int, str, str]]
 

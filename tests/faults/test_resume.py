@@ -18,14 +18,14 @@ import torch
 
 import xcal
 from support import TINY, sets, xcal_environment
-from xcal.config import make_experiment
+from xcal.dp.account import Account
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation import local
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.memory import RunMemory
-from xcal.privacy.account import Account
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 # Where a process can be killed: what is called there, and whether before or after the call.
 PLACES: dict[str, tuple[Any, str, bool]] = {

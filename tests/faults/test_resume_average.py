@@ -11,9 +11,9 @@ import torch
 
 import xcal
 from support import TINY, micro
+from xcal.dp.account import Account
 from xcal.federation.files import read_tensors
-from xcal.privacy.account import Account
-from xcal.training.local import StepAverage
+from xcal.methods.context import StepAverage
 
 
 def killed_after_charge(count: int, out: Path, keys: dict[str, Any] | None = None) -> None:

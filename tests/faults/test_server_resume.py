@@ -11,10 +11,10 @@ import torch
 
 import xcal
 from support import TINY
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors, write_tensors
 from xcal.federation.folder import RunFolder
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 KEYS: dict[str, Any] = {
     **TINY,

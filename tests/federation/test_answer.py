@@ -12,8 +12,10 @@ import torch
 
 from support import tiny_home
 from wire import KEYS, a_request, ask, changed
-from xcal.config import make_experiment
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms, charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.answer import answer
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import (
@@ -26,8 +28,6 @@ from xcal.federation.messages import (
 )
 from xcal.federation.refusals import CODES
 from xcal.methods.registry import method_of
-from xcal.privacy import ledger
-from xcal.privacy.ledger_rows import Terms, charges_of, read_rows, runs_of, verify
 
 
 def reply_of(home: Path, request: Request) -> Reply:
@@ -221,7 +221,7 @@ def test_a_header_that_promises_gigabytes_allocates_none(home: Path) -> None:
 def test_a_client_dead_in_a_round_joins_the_next(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xcal.privacy.account import Account
+    from xcal.dp.account import Account
 
     first = reply_of(home, a_request())
     pay, calls = Account.pay, [0]

@@ -12,14 +12,15 @@ import torch
 
 import xcal
 from support import TINY, tiny_home
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
+from xcal.dp.ledger.rows import read_rows, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.answer import answer
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import prepare_remote
-from xcal.privacy.ledger_rows import read_rows, verify
 
 KEYS = {**TINY, "method": "xcal"}
 NAMES = ("0", "1", "2")

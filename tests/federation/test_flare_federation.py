@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from federation.flare_support import LONG, SITES, VIEWER, Federation, Relay, tls_records
-from xcal.config import load_experiment
+from xcal.dp.ledger.rows import read_rows
+from xcal.experiments import load_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.inventory import INVENTORY
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare.check import handshake
 from xcal.federation.nvflare.jobs import write_job
 from xcal.federation.nvflare.provision import Coordinator, init
-from xcal.privacy.ledger_rows import read_rows
 
 pytestmark = LONG
 

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from federation.flare_support import LONG, SITES, Federation, wait_for
-from xcal.config import load_experiment
+from xcal.dp.ledger.rows import read_rows
+from xcal.experiments import load_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare import process
-from xcal.privacy.ledger_rows import read_rows
 
 pytestmark = LONG
 

@@ -21,9 +21,9 @@ import torch
 
 import xcal
 from support import ROOT, TINY, sets, tiny_home, xcal_environment, xcal_process
-from xcal.config import make_experiment, to_toml
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
+from xcal.experiments import make_experiment, to_toml
 from xcal.federation.files import read_tensors
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 missing = find_spec("flwr") is None or find_spec("ray") is None
 with_flower = pytest.mark.skipif(

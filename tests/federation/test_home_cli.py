@@ -9,7 +9,7 @@ import pytest
 
 from support import TINY
 from wire import a_request, ask
-from xcal.config import make_experiment, to_toml
+from xcal.experiments import make_experiment, to_toml
 from xcal.federation.messages import Refusal, Reply
 
 Invoke = Callable[..., tuple[int, str, str]]

@@ -12,7 +12,8 @@ import torch
 import xcal
 from support import TINY, tiny_home
 from wire import a_request, ask
-from xcal.config import make_experiment, to_toml
+from xcal.dp.ledger.rows import charges_of, read_rows
+from xcal.experiments import make_experiment, to_toml
 from xcal.federation.answer import answer
 from xcal.federation.folder import RunFolder
 from xcal.federation.home import ClientHome, HomeTable, create_home
@@ -20,7 +21,6 @@ from xcal.federation.local import run_experiment
 from xcal.federation.messages import Refusal, Reply
 from xcal.federation.policy import Policy
 from xcal.federation.setup import prepare_remote
-from xcal.privacy.ledger_rows import charges_of, read_rows
 
 Invoke = Callable[..., tuple[int, str, str]]
 REAL = 51  # units of client 0 in TINY

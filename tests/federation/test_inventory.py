@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support import ROOT, TINY, tiny_home
 from wire import a_request, ask, changed
-from xcal.config import KEYS, make_experiment
+from xcal.experiments import KEYS, make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.messages import (
@@ -19,7 +19,7 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.federation.refusals import CODES
-from xcal.training.local import StepRecord
+from xcal.methods.context import StepRecord
 
 EXPLAINED = {f.name: f for f in INVENTORY}
 

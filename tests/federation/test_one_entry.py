@@ -12,11 +12,11 @@ import pytest
 
 from support import ROOT, TINY, tiny_home
 from wire import a_request, ask, changed, real
-from xcal.config import make_experiment
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
+from xcal.experiments import make_experiment
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 Invoke = Callable[..., tuple[int, str, str]]
 KEYS = {**TINY, "clients": 2, "rounds": 2, "road_images": 0, "road_test_images": 0}

@@ -11,10 +11,10 @@ import pytest
 
 from support import tiny_home
 from wire import a_request, ask, changed
+from xcal.dp.ledger.rows import head_path, read_rows
 from xcal.federation import answer as entry
 from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal, Reply
-from xcal.privacy.ledger_rows import head_path, read_rows
 
 
 def _keep(home: Path, place: Path) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 import xcal
-from xcal.privacy.accounting import epsilon_rdp, joint_sigma, step_cost
-from xcal.privacy.calibration import Plan, PlanShape, calibrate, plan_paper
-from xcal.privacy.pld import epsilon_pld
+from xcal.dp.accounting import epsilon_rdp, joint_sigma, step_cost
+from xcal.dp.calibration import Plan, PlanShape, calibrate, plan_paper
+from xcal.dp.pld import epsilon_pld
 
 UNITS, BATCH, ROUNDS, DELTA = 3332, 32, 30, 1e-5
 RATE = BATCH / UNITS

@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy import fft, special
 
-from xcal.privacy import pld
-from xcal.privacy.accounting import epsilon_rdp
-from xcal.privacy.calibration import ODOMETER_SHARE, calibrate, calibrate_fixed
-from xcal.privacy.pld import ADD, REMOVE, delta_bound, epsilon_pld, interval, reference_delta
+from xcal.dp import pld
+from xcal.dp.accounting import epsilon_rdp
+from xcal.dp.calibration import ODOMETER_SHARE, calibrate, calibrate_fixed
+from xcal.dp.pld import ADD, REMOVE, delta_bound, epsilon_pld, interval, reference_delta
 
 DELTA = 1e-5
 PAPER = (32 / 3332, 3150)

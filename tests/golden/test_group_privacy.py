@@ -9,7 +9,7 @@ import pytest
 
 import xcal
 from support import TINY
-from xcal.privacy.groups import group_epsilon
+from xcal.dp.group_privacy import group_epsilon
 
 SETTING = {"method": "fl-dp", "epsilon": 0.5, "delta": 1e-5, "batch": 32, "rounds": 30}
 

@@ -15,12 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from xcal.errors import UserError
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger import Ledger, LedgerExhausted, create
-from xcal.privacy.ledger_rows import (
+from xcal.dp.account import Account
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger.ledger import Ledger, LedgerExhausted, create
+from xcal.dp.ledger.rows import (
     Release,
     RunTerms,
     Terms,
@@ -29,6 +28,7 @@ from xcal.privacy.ledger_rows import (
     runs_of,
     verify,
 )
+from xcal.errors import UserError
 
 RATE, ORDER, DELTA = 0.05, 8.0, 1e-5
 SIGMAS = (1.2, 1.5, 2.0, 4.0)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
 
-from xcal.privacy.accounting import (
+from xcal.dp.accounting import (
     ORDERS,
     CostTable,
     budget_at,
@@ -138,7 +138,7 @@ def test_the_table_gives_the_least_noise_that_a_share_pays_for(setting, share):
 
 def test_the_table_checks_itself(monkeypatch):
     monkeypatch.setattr(
-        "xcal.privacy.accounting._log_moment_whole", lambda rate, sigma, order: np.zeros_like(sigma)
+        "xcal.dp.accounting._log_moment_whole", lambda rate, sigma, order: np.zeros_like(sigma)
     )
     with pytest.raises(ArithmeticError, match="dp-accounting says"):
         CostTable.build(0.01, 8.0, np.array([0.9, 1.0, 1.1]))

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from support import TINY, Micro
-from xcal.config import make_experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.tape import squared_lengths
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.setup import prepare
-from xcal.training.clipping import ClippingEngine
-from xcal.training.clipping.book import squared_lengths
 
 
 class Wide(nn.Module):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
-from xcal.training.clipping import ClippingEngine
-from xcal.training.clipping.reference import norm, one_at_a_time, unit_gradients
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 
 
 @pytest.fixture(autouse=True, scope="module")

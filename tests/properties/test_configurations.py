@@ -11,17 +11,18 @@ from hypothesis import strategies as st
 
 from fuzzing import LONG, one_sentence, within
 from support import TINY
-from xcal.config import KEYS, Experiment, make_experiment, parse_set, to_toml
+from xcal.config import Experiment
+from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
+from xcal.experiments import KEYS, make_experiment, parse_set, to_toml
 from xcal.federation.answer import respond
 from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import make_clients
 from xcal.federation.setup import prepare
+from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS as CLIENT_METHODS
 from xcal.models.registry import build_network
-from xcal.privacy.ledger_rows import read_rows
-from xcal.training.local import trainable
 
 # Values that a person, a script or a mischief-maker may give; a few of them fit many keys.
 WHOLE = (-1, 0, 1, 2, 3, 7, 10, 32, 151, 10**4, 10**7, 10**12, 2**63, 2**64)

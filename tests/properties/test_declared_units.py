@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from support import micro, tiny
-from xcal.config import make_experiment
 from xcal.data.images import Images
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms, charges_of, read_rows
+from xcal.dp.noise import NoiseKey, release_grid
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.exchange import RoundReply, RoundRequest
 from xcal.federation.rounds import client_round
 from xcal.federation.site import Site
+from xcal.methods.client_data import Batch, LocalData
+from xcal.methods.context import trainable
 from xcal.methods.registry import method_of
-from xcal.privacy import ledger
-from xcal.privacy.ledger_rows import Terms, charges_of, read_rows
-from xcal.privacy.noise import NoiseKey, release_grid
-from xcal.training.local import Batch, LocalData, trainable
 
 DECLARED = 40
 REMOVED = 4  # a group in the middle: all units after it move down by one place

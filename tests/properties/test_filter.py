@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from xcal.dp.accounting import budget_at, geometric_table, reference_cost
+from xcal.dp.calibration import PlanShape, plan_xcal
+from xcal.dp.filter import BudgetExhausted, RenyiFilter, add_up
 from xcal.explain.signal import SignalSettings
-from xcal.privacy.accounting import budget_at, geometric_table, reference_cost
-from xcal.privacy.calibration import PlanShape, plan_xcal
-from xcal.privacy.filter import BudgetExhausted, RenyiFilter, add_up
-from xcal.training.xcal import XcalRule, XcalState, next_effective_sigma
+from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma
 
 any_cost = st.one_of(
     st.floats(0, 2),

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
 from support import charged, micro, tiny_bench
-from xcal.privacy.noise import NoiseKey, SeededNoise, release_grid, release_tensors
-from xcal.training.clipping import PLAIN, Bound, ClippingEngine, Geometry
-from xcal.training.clipping.geometry import LARGEST_WEIGHT
-from xcal.training.clipping.reference import norm, one_at_a_time, unit_gradients
-from xcal.training.local import Bench
-from xcal.training.steps import clipped_sum, release_gradient
+from xcal.dp.clipping import PLAIN, Bound, ClippingEngine, Geometry
+from xcal.dp.clipping.geometry import LARGEST_WEIGHT
+from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
+from xcal.dp.noise import NoiseKey, SeededNoise, release_grid, release_tensors
+from xcal.methods.context import StepContext
+from xcal.methods.steps import clipped_sum, release_gradient
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -158,7 +158,7 @@ def test_weights_must_fit_the_network() -> None:
             )
 
 
-def bench() -> Bench:
+def context() -> StepContext:
     return tiny_bench()
 
 
@@ -167,7 +167,7 @@ GEOMETRY = Geometry({"conv.weight": (0.5,) * 4 + (2.0,) * 4, "head.weight": (4.0
 
 def test_noise_and_grid_belong_to_the_scaled_space() -> None:
     """What reaches the optimiser is D⁻¹ of scaled sum plus σC on every coordinate, on the grid."""
-    at, clip, sigma = bench(), 0.7, 3.0
+    at, clip, sigma = context(), 0.7, 3.0
     sums = clipped_sum(at, at.draw(0), Bound(clip, GEOMETRY))
     key = NoiseKey("0", "test", 0, 0, "gradient")
     expected = release_tensors(sums.gradients, sigma * clip, SeededNoise(3), key)

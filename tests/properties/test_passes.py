@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from support import tiny_bench, tiny_home
 from wire import a_request, ask, real
-from xcal.config import make_experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.reference import one_at_a_time
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.explain.gradcam import closed_form_maps, forward_with_features
 from xcal.explain.signal import SignalSettings, image_components
 from xcal.federation.messages import Reply
+from xcal.methods.passes import kept_alike, rows_apart
+from xcal.methods.steps import clipped_sum
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
-from xcal.training.clipping import ClippingEngine, kept_alike, rows_apart
-from xcal.training.clipping.reference import one_at_a_time
-from xcal.training.steps import clipped_sum
 
 NETWORKS = {
     "small": lambda: small(5, seed=0),
@@ -247,11 +248,11 @@ def test_broken_units_and_empty_draws() -> None:
 
 def test_units_that_are_left_out_do_not_change_how_the_others_are_summed() -> None:
     model = small(3, seed=0)
-    bench = tiny_bench(model, engine=ClippingEngine(model, rows=8), rows=8)
-    batch = bench.draw(0)
+    context = tiny_bench(model, engine=ClippingEngine(model, rows=8), rows=8)
+    batch = context.draw(0)
     assert batch.n_units > 8
     bad = torch.arange(batch.n_units) == 3
-    whole, rest = clipped_sum(bench, batch), clipped_sum(bench, batch.without(bad))
+    whole, rest = clipped_sum(context, batch), clipped_sum(context, batch.without(bad))
     assert float(rest.norms[3]) == 0
     assert torch.equal(rest.norms[~bad], whole.norms[~bad])
 

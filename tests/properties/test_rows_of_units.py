@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support import tiny
 from xcal.data.augment import VIEWS
 from xcal.data.images import Images
-from xcal.data.sampling import UnitTable
-from xcal.privacy.noise import NoiseKey, SecureNoise
-from xcal.training.local import Batch, LocalData
+from xcal.dp.noise import NoiseKey, SecureNoise
+from xcal.dp.sampling import UnitTable
+from xcal.methods.client_data import Batch, LocalData
 
 KEY = NoiseKey("0", "m", 3, 4, "draw")
 UNIT = st.sampled_from(["record", "group"])

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from xcal.data.sampling import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    UnitTable,
-    cap_groups,
-    images_of,
-    poisson_draw,
-    to_tensor,
-)
+from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.dp.sampling import UnitTable, cap_groups, images_of, poisson_draw
 
 group_lists = st.lists(st.integers(-5, 20), min_size=1, max_size=80).map(
     lambda ids: np.array(ids, np.int64)

@@ -20,21 +20,23 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import xcal.privacy.mechanism
+import xcal.dp.mechanism
 from support import tiny
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
+from xcal.dp.accounting import joint_sigma
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.filter import RenyiFilter
+from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
+from xcal.experiments import make_experiment
 from xcal.explain.signal import Components, SignalSettings, batch_score
+from xcal.methods.adaptive_clip import centred_count
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, CentralMethod
+from xcal.methods.client_data import Batch, LocalData, mean_by_unit
+from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.dp_fedavg import ServerContext
 from xcal.methods.registry import METHODS, method_of
+from xcal.methods.xcal import centred_sum
 from xcal.models.split import split_frozen
-from xcal.privacy.accounting import joint_sigma
-from xcal.privacy.filter import RenyiFilter
-from xcal.privacy.noise import NoiseKey, SecureNoise, SeededNoise
-from xcal.training.adaptive import centred_count
-from xcal.training.central import ServerBench
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Batch, Bench, LocalData, Optimiser, mean_by_unit
-from xcal.training.xcal import centred_sum
 
 CLASSES, PIXELS, UNITS, EXPECTED = 3, 16, 200, 8
 SHAPE = {"epsilon": 5.0, "delta": 1e-5, "batch": EXPECTED, "rounds": 2, "unit": "record"}
@@ -162,8 +164,8 @@ class Caught:
             self.sums[key.block], self.noise[key.block] = value, scale
             return value
 
-        patch.setattr(xcal.privacy.mechanism, "release_tensors", tensors)
-        patch.setattr(xcal.privacy.mechanism, "release_scalar", scalar)
+        patch.setattr(xcal.dp.mechanism, "release_tensors", tensors)
+        patch.setattr(xcal.dp.mechanism, "release_scalar", scalar)
 
 
 def run_step(case: str, model, data, clip: float, signal: SignalSettings, rows: int = 0, **tools):
@@ -173,7 +175,7 @@ def run_step(case: str, model, data, clip: float, signal: SignalSettings, rows: 
     experiment = make_experiment(keys)
     method, plan = method_of(experiment), plan_of(case)
     account = Paid(RenyiFilter(plan.order, plan.budget))
-    bench = Bench(
+    context = StepContext(
         client="0",
         method=method.name,
         round=0,
@@ -193,7 +195,7 @@ def run_step(case: str, model, data, clip: float, signal: SignalSettings, rows: 
     with pytest.MonkeyPatch.context() as patch:
         caught.watching(patch)
         state = method.begin_round(method.load_state(None))
-        method.step(bench, 0, experiment, plan, state)
+        method.step(context, 0, experiment, plan, state)
     caught.charge = account.charge
     return caught
 
@@ -506,12 +508,12 @@ def test_one_client_moves_a_server_s_releases_by_at_most_what_was_paid_for(
     found, means = [], []
     for answers in (updates, [*nothing, *others]):
         account = Paid(RenyiFilter(plan.order, plan.budget))
-        bench = ServerBench(method.name, 0, SecureNoise(), account, 5)
+        context = ServerContext(method.name, 0, SecureNoise(), account, 5)
         caught = Caught()
         with pytest.MonkeyPatch.context() as patch:
             caught.watching(patch)
             state = method.load_server_state(None, experiment)
-            means.append(method.server_step(bench, experiment, plan, answers, state)[0])
+            means.append(method.server_step(context, experiment, plan, answers, state)[0])
         caught.charge = account.charge
         found.append(caught)
     both, without = found
@@ -537,15 +539,15 @@ def test_one_client_moves_a_server_s_releases_by_at_most_what_was_paid_for(
 def test_a_server_divides_by_how_many_were_asked(experiment, answers, monkeypatch):
     method = method_of(experiment)
     plan = method.server_plan(experiment, 5)
-    bench = ServerBench(
+    context = ServerContext(
         method.name, 0, SecureNoise(), Paid(RenyiFilter(plan.order, plan.budget)), 5
     )
-    patched = xcal.privacy.mechanism
+    patched = xcal.dp.mechanism
     monkeypatch.setattr(patched, "release_tensors", lambda sums, *_: {"w": torch.ones(6).double()})
     monkeypatch.setattr(patched, "release_scalar", lambda value, *_: 1.0)
     updates = [{"w": torch.ones(6).double()} for _ in range(answers)]
     state = method.load_server_state(None, experiment)
-    mean, after = method.server_step(bench, experiment, plan, updates, state)
+    mean, after = method.server_step(context, experiment, plan, updates, state)
     assert mean["w"].tolist() == [0.2] * 6
     if after is not None:  # b̃ = ½ + 1/5 of those asked
         step = -experiment.clip_rate * (0.7 - experiment.quantile)

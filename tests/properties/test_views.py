@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from support import micro, tiny
 from xcal.data.augment import VIEWS, choose_views, show
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.errors import UserError
-from xcal.privacy.noise import NoiseKey, SecureNoise, SeededNoise
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import Batch, Bench, LocalData, Optimiser
-from xcal.training.steps import clipped_sum, sgd_step
+from xcal.methods.client_data import Batch, LocalData
+from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.steps import clipped_sum, sgd_step
 
 IMAGES = tiny(train=30).train
 
@@ -24,9 +25,9 @@ def data_with(views: int, augment: str = "turns", unit: str = "record") -> Local
     return LocalData(IMAGES, unit=unit, images_per_unit=2, views=views, augment=augment)
 
 
-def bench_with(data: LocalData, clip: float = 1.0, chunk: int = 256) -> Bench:
+def bench_with(data: LocalData, clip: float = 1.0, chunk: int = 256) -> StepContext:
     model = micro(3, seed=1)
-    return Bench(
+    return StepContext(
         client="0",
         method="test",
         round=0,
@@ -63,34 +64,34 @@ def test_a_unit_with_many_views_moves_the_sum_by_at_most_c(seed, views, augment,
     batch = draw(data_with(views, augment, unit), seed)
     if not batch.n_units:
         return
-    bench = bench_with(data_with(1), clip)
+    context = bench_with(data_with(1), clip)
     gone = torch.zeros(batch.n_units, dtype=torch.bool)
     gone[seed % batch.n_units] = True
-    both = flat(clipped_sum(bench, batch).gradients)
-    without = flat(clipped_sum(bench, batch.without(gone)).gradients)
-    alone = flat(clipped_sum(bench, batch.without(~gone)).gradients)
+    both = flat(clipped_sum(context, batch).gradients)
+    without = flat(clipped_sum(context, batch.without(gone)).gradients)
+    alone = flat(clipped_sum(context, batch.without(~gone)).gradients)
     assert float((both - without).norm()) <= clip
     assert float(alone.norm()) <= clip
 
 
 def test_the_clipped_gradient_is_that_of_the_mean_loss_over_the_views() -> None:
     batch = draw(data_with(4), 5)
-    bench = bench_with(data_with(1), clip=0.05)
+    context = bench_with(data_with(1), clip=0.05)
     expected = None
     for unit in range(batch.n_units):
         rows = batch.units == unit
-        logits = bench.model(batch.pictures(rows))
+        logits = context.model(batch.pictures(rows))
         loss = torch.nn.functional.cross_entropy(logits, batch.labels[rows])
         gradient = torch.cat(
             [
                 g.flatten().double()
-                for g in torch.autograd.grad(loss, list(bench.model.parameters()))
+                for g in torch.autograd.grad(loss, list(context.model.parameters()))
             ]
         )
         clipped = gradient * min(1.0, 0.05 / 1.001 / float(gradient.norm()))
         expected = clipped if expected is None else expected + clipped
     torch.testing.assert_close(
-        flat(clipped_sum(bench, batch).gradients), expected, rtol=1e-4, atol=1e-6
+        flat(clipped_sum(context, batch).gradients), expected, rtol=1e-4, atol=1e-6
     )
 
 

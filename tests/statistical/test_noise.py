@@ -16,8 +16,7 @@ import torch
 from scipy import stats
 
 from xcal.data.images import Images
-from xcal.data.sampling import poisson_draw
-from xcal.privacy.noise import (
+from xcal.dp.noise import (
     GRID_BITS,
     NoiseKey,
     NoiseSource,
@@ -27,7 +26,8 @@ from xcal.privacy.noise import (
     release_scalar,
     release_tensors,
 )
-from xcal.training.local import LocalData
+from xcal.dp.sampling import poisson_draw
+from xcal.methods.client_data import LocalData
 
 RARE = 1e-9  # chance of a wrong refusal, on each side
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import pytest
 
-from xcal.privacy.noise import GRID_BITS, NoiseKey, SecureNoise
+from xcal.dp.noise import GRID_BITS, NoiseKey, SecureNoise
 
 BITS = 53
 KEY = NoiseKey("0", "xcal", 0, 0, "gradient")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from xcal.privacy.accounting import step_costs
-from xcal.privacy.calibration import ODOMETER_SHARE, Plan, PlanShape, plan_fixed, plan_static
+from xcal.dp.accounting import step_costs
+from xcal.dp.calibration import ODOMETER_SHARE, Plan, PlanShape, plan_fixed, plan_static
 
 PATHS = 200_000
 Floats = NDArray[np.float64]

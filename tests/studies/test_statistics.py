@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xcal.explain.classification import auroc, macro_f1
+from xcal.metrics.classification import auroc, macro_f1
 from xcal.studies.statistics import (
     compare,
     group_weights,

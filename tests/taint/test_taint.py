@@ -19,12 +19,12 @@ import torch
 
 import tainted
 import xcal
-import xcal.privacy.mechanism
-import xcal.training.local
+import xcal.dp.mechanism
+import xcal.methods.context
 from method_cases import BASE, CASES
+from xcal.dp.ledger.rows import read_rows
+from xcal.dp.noise import NoiseKey
 from xcal.federation import folder as folders
-from xcal.privacy.ledger_rows import read_rows
-from xcal.privacy.noise import NoiseKey
 
 DRAWS = ("as drawn", "nobody", "everybody")
 
@@ -47,19 +47,19 @@ def released_from_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def scalar(value: float, scale: float, noise: Any, key: NoiseKey) -> float:
         return scale * float(from_key(key, 1)[0])
 
-    monkeypatch.setattr(xcal.privacy.mechanism, "release_tensors", tensors)
-    monkeypatch.setattr(xcal.privacy.mechanism, "release_scalar", scalar)
+    monkeypatch.setattr(xcal.dp.mechanism, "release_tensors", tensors)
+    monkeypatch.setattr(xcal.dp.mechanism, "release_scalar", scalar)
     monkeypatch.setattr(folders.secrets, "token_hex", lambda size: "0" * size)
     monkeypatch.setattr("xcal.federation.site.Pace.due", lambda self: True)  # every state is saved
 
 
 def draw_as(patch: pytest.MonkeyPatch, who: str) -> None:
-    real = xcal.training.local.poisson_draw
+    real = xcal.methods.context.poisson_draw
 
     def mine(uniforms: Any, rate: float) -> Any:
         return real(uniforms, {"nobody": 0.0, "everybody": 1.0}.get(who, rate))
 
-    patch.setattr(xcal.training.local, "poisson_draw", mine)
+    patch.setattr(xcal.methods.context, "poisson_draw", mine)
 
 
 def _timeless(value: Any) -> Any:

@@ -12,17 +12,17 @@ import torch
 
 import xcal
 from support import TINY
-from xcal.config import make_experiment
+from xcal.dp.accounting import step_cost
+from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.filter import BudgetExhausted, RenyiFilter
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation import rounds
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import prepare
-from xcal.privacy.accounting import step_cost
-from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.filter import BudgetExhausted, RenyiFilter
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
-from xcal.training.adap import AdapRule, AdapState, admissible_sigma, decays, next_clip
+from xcal.methods.adap_dpfl import AdapRule, AdapState, admissible_sigma, decays, next_clip
 
 QUICK = {**TINY, "method": "adap-dpfl", "road_images": 0, "road_test_images": 0}
 PLAN = plan_static(PlanShape(8.0, 1e-3, units=50, batch=10, rounds=3), "adap-dpfl")

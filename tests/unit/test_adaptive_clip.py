@@ -12,12 +12,17 @@ import pytest
 
 import xcal
 from support import TINY
-from xcal.config import make_experiment
+from xcal.dp.accounting import joint_sigma
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.errors import UserError
-from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
-from xcal.privacy.accounting import joint_sigma
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of
-from xcal.training.adaptive import LARGEST_CLIP, SMALLEST_CLIP, QuantileRule, centred_count
+from xcal.experiments import make_experiment
+from xcal.methods.adaptive_clip import (
+    ADAPTIVE_CLIP,
+    LARGEST_CLIP,
+    SMALLEST_CLIP,
+    QuantileRule,
+    centred_count,
+)
 
 
 def simulated(rule: QuantileRule, steps: int, sigma: float, seed: int = 0) -> list[float]:

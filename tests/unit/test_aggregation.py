@@ -12,15 +12,15 @@ import torch
 
 import xcal
 from support import TINY, make_sites
-from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.aggregation import Mean, Median, ServerRule, TrimmedMean, server_round
+from xcal.federation.evaluation import predict
 from xcal.federation.exchange import ClientReport, RoundReply, RoundRequest, Weights, load_weights
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import prepare
-from xcal.training.evaluate import predict
-from xcal.training.local import trainable
+from xcal.methods.context import trainable
 
 RULES: dict[str, ServerRule] = {
     "mean": Mean(),

@@ -15,35 +15,34 @@ from torch import nn
 import xcal
 from support import TINY, charged, micro, tiny_bench
 from xcal.cli.show import epsilon_text, show_result
-from xcal.config import make_experiment
+from xcal.dp.calibration import PlanShape, plan_paper
+from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.explain.gradcam import channel_weights
-from xcal.methods.agp import AGP
+from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
+from xcal.methods.cam_layer import cam_layer_of, most_important, require_trained
+from xcal.methods.context import StepContext
+from xcal.methods.steps import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
-from xcal.privacy.calibration import PlanShape, plan_paper
-from xcal.privacy.ledger_rows import read_rows
 from xcal.training import agp as step_of_agp
-from xcal.training.agp import AgpState, agp_step, channel_importance
-from xcal.training.cam_layer import cam_layer_of, most_important, require_trained
-from xcal.training.local import Bench
-from xcal.training.steps import clipped_sum, release_gradient
 
 
-def bench(model: nn.Module | None = None) -> Bench:
+def context(model: nn.Module | None = None) -> StepContext:
     return tiny_bench(model, method="agp")
 
 
 def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:
-    at, layer = bench(), cam_layer_of(micro(3))
+    at, layer = context(), cam_layer_of(micro(3))
     before = {name: p.detach().clone() for name, p in at.model.named_parameters()}
     state, record = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=AgpState())
     assert state.channels is not None
     assert len(state.channels) == 2
     assert record.sigma == 4.0
     # The same draw without noise: lr 1, so the step is the gradient itself.
-    quiet = bench()
+    quiet = context()
     sums = clipped_sum(quiet, quiet.draw(0)).gradients
     for name, p in at.model.named_parameters():
         clean = before[name] - sums[name] / 20 == p
@@ -54,7 +53,7 @@ def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:
 
 
 def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
-    mine, base = bench(), bench()
+    mine, base = context(), context()
     state = AgpState()
     for step in range(3):
         state, _ = agp_step(
@@ -67,7 +66,7 @@ def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
 
 
 def test_importance_is_the_magnitude_of_gradcams_channel_weights() -> None:
-    at = bench()
+    at = context()
     weights = at.model.head.weight.detach().double().abs()  # type: ignore[union-attr,operator]
     found = channel_importance(at) * 64  # 8 × 8 cells
     assert bool((found <= weights.max(0).values + 1e-6).all())

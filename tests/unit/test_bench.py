@@ -41,9 +41,9 @@ def test_rows_have_their_keys_and_plain_sgd_is_one(rows):
 
 
 def test_the_table_tells_where_it_comes_from(rows, tmp_path):
-    path = write_results(rows, tmp_path, command="xcal bench")
+    path = write_results(rows, tmp_path, command="xcal context")
     text = path.read_text(encoding="utf-8")
-    for needed in ("commit", "torch", "machine", "xcal bench", "ours+full-signal"):
+    for needed in ("commit", "torch", "machine", "xcal context", "ours+full-signal"):
         assert needed in text
     stored = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert stored["rows"] == rows

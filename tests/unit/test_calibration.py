@@ -9,9 +9,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 import xcal
-from xcal.errors import UserError
-from xcal.privacy.accounting import epsilon_rdp, step_cost
-from xcal.privacy.calibration import (
+from xcal.dp.accounting import epsilon_rdp, step_cost
+from xcal.dp.calibration import (
     PlanShape,
     calibrate,
     plan_paper,
@@ -19,7 +18,8 @@ from xcal.privacy.calibration import (
     plan_xcal,
     signal_factor,
 )
-from xcal.privacy.filter import RenyiFilter
+from xcal.dp.filter import RenyiFilter
+from xcal.errors import UserError
 
 GOOD = {"epsilon": 2.0, "delta": 1e-5, "units": 400, "batch": 16, "rounds": 3}
 

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 import xcal
 from support import TINY, FreeAccount
-from xcal.config import make_experiment
+from xcal.dp.account import Account
+from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.ledger.rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
+from xcal.dp.noise import NoiseKey, SeededNoise
+from xcal.dp.pld import epsilon_pld
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.local import server_noise
 from xcal.federation.outcome import noise_of
 from xcal.federation.setup import prepare, prepare_remote
-from xcal.methods.client_quantile import ADAPTIVE_CLIP_AT_SERVER
+from xcal.methods.adaptive_clip import ADAPTIVE_CLIP_AT_SERVER
+from xcal.methods.dp_fedavg import ServerContext, private_mean
 from xcal.privacy import ledger as ledgers
-from xcal.privacy.account import Account
-from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.ledger_rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
-from xcal.privacy.noise import NoiseKey, SeededNoise
-from xcal.privacy.pld import epsilon_pld
-from xcal.training.central import ServerBench, private_mean
 
 QUICK = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 0}
 PLAN = plan_static(PlanShape(4.0, 1e-5, units=5, batch=5, rounds=10, unit="client"), "dp-fedavg")
@@ -41,7 +41,7 @@ class NoNoise(SeededNoise):
         return 0.0
 
 
-def bench(folder: Path, noise: SeededNoise, round_number: int = 0) -> Any:
+def context(folder: Path, noise: SeededNoise, round_number: int = 0) -> Any:
     path = folder / "ledger.sqlite"
     if not path.exists():
         ledgers.create(path, Terms("five clients", "client", 4.0, 1e-5, simulated=True))
@@ -50,11 +50,11 @@ def bench(folder: Path, noise: SeededNoise, round_number: int = 0) -> Any:
         "r", "dp-fedavg", "client", 4.0, 1e-5, PLAN.order, PLAN.budget, PLAN.steps, "seeded"
     )
     account = Account(book, terms, replayable=True)
-    return ServerBench("dp-fedavg", round_number, noise, account, 5), book
+    return ServerContext("dp-fedavg", round_number, noise, account, 5), book
 
 
 def test_noise_on_the_mean_is_z_times_s_over_m(tmp_path: Path) -> None:
-    tools, book = bench(tmp_path, SeededNoise(1))
+    tools, book = context(tmp_path, SeededNoise(1))
     zero = [{"w": torch.zeros(100_000, dtype=torch.float64)} for _ in range(3)]
     found = private_mean(tools, zero, clip=0.7, sigma=PLAN.sigma_static)
     book.close()
@@ -83,7 +83,7 @@ def test_zeroing_one_client_moves_the_sums_by_no_more_than_stated(
     totals = []
     for last in (updates[3], {"w": torch.zeros(20, dtype=torch.float64)}):
         paying = FreeAccount()
-        tools = ServerBench("dp-fedavg", 0, NoNoise(0), paying, 1)  # type: ignore[arg-type]
+        tools = ServerContext("dp-fedavg", 0, NoNoise(0), paying, 1)  # type: ignore[arg-type]
         # a deviation far below the clip, so that rounding to the grid does not count
         found = private_mean(tools, [*updates[:3], last], clip=clip, sigma=1e-9, sigma_count=1e-9)
         totals.append(found)
@@ -95,7 +95,7 @@ def test_zeroing_one_client_moves_the_sums_by_no_more_than_stated(
 def test_a_null_client_moves_the_count_by_a_half() -> None:
     small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
     broken = {"w": torch.full((4,), math.nan, dtype=torch.float64)}  # as good as null
-    tools = ServerBench("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
+    tools = ServerContext("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
     fractions = [
         private_mean(tools, [small, other], clip=1.0, sigma=1.0, sigma_count=1e-6).fraction
         for other in (small, broken)
@@ -109,7 +109,7 @@ def test_a_client_that_sends_nothing_is_a_null_client() -> None:
     small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
     large = {"w": torch.full((4,), 9.0, dtype=torch.float64)}
     zero = {"w": torch.zeros(4, dtype=torch.float64)}
-    tools = ServerBench("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
+    tools = ServerContext("m", 0, NoNoise(0), FreeAccount(), 1)  # type: ignore[arg-type]
 
     def fraction(other: dict[str, torch.Tensor]) -> float:
         found = private_mean(tools, [small, other], clip=1.0, sigma=1.0, sigma_count=1e-6)
@@ -199,7 +199,7 @@ def test_clipping_norm_converges_to_the_quantile_of_the_updates(start: float) ->
     updates = [{"w": torch.full((4,), norm / 2, dtype=torch.float64)} for norm in norms]
     noise, late = SeededNoise(4), []
     for t in range(150):
-        tools = ServerBench("m", t, noise, FreeAccount(), 200)  # type: ignore[arg-type]
+        tools = ServerContext("m", t, noise, FreeAccount(), 200)  # type: ignore[arg-type]
         _, state = ADAPTIVE_CLIP_AT_SERVER.server_step(tools, experiment, plan, updates, state)
         assert state.clip is not None
         late.append(state.clip)

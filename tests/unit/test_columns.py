@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from xcal.cli.main import app
-from xcal.config import make_experiment
+from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.explain.gradcam import _maps_by_autograd, gradcam_maps
 from xcal.federation.constants import public_images, with_constants, write_constants
 from xcal.federation.files import read_tensors
@@ -24,7 +25,6 @@ from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.registry import build_network
 from xcal.models.split import split_frozen
 from xcal.models.weights import load_published
-from xcal.training.clipping import ClippingEngine
 
 READS = "stages:4-6"
 IMAGES = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ def test_a_run_makes_the_constants_once_of_public_images(published: Path) -> Non
     assert tensors.keys() - safetensors.torch.load_file(published).keys() == set(CONSTANTS)
     model = build_network(found, 3).eval()
     split = split_frozen(model)
-    from xcal.data.sampling import to_tensor
+    from xcal.data.normalize import to_tensor
 
     assert split is not None
     read = split.begin(to_tensor(public_images(made).pixels))

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from xcal.data.catalog import ImageData, load
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
 from xcal.data.synthetic import CLASSES, smear
 from xcal.errors import UserError
 from xcal.models.small import small

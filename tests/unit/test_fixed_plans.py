@@ -16,16 +16,12 @@ import xcal
 from support import TINY
 from xcal.cli.ledger import app
 from xcal.cli.main import app as whole_app
-from xcal.config import make_experiment, read_pinned
-from xcal.errors import UserError
-from xcal.federation.folder import RunFolder
-from xcal.methods.fl_dp import FL_DP
-from xcal.privacy.account import Account, NotAsPlanned
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.calibration import Plan, PlanShape, calibrate, calibrate_fixed, plan_fixed
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import (
+from xcal.dp.account import Account, NotAsPlanned
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.calibration import Plan, PlanShape, calibrate, calibrate_fixed, plan_fixed
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import (
     GENESIS,
     Release,
     RunTerms,
@@ -38,6 +34,10 @@ from xcal.privacy.ledger_rows import (
     runs_of,
     verify,
 )
+from xcal.errors import UserError
+from xcal.experiments import make_experiment, read_pinned
+from xcal.federation.folder import RunFolder
+from xcal.methods.fl_dp import FL_DP
 from xcal.studies.grid import make_cell
 from xcal.studies.scales import SCALES
 

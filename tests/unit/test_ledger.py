@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from xcal.errors import UserError
-from xcal.privacy.accounting import budget_at, step_cost
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import (
+from xcal.dp.accounting import budget_at, step_cost
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import (
     GENESIS,
     Charge,
     Head,
@@ -29,6 +28,7 @@ from xcal.privacy.ledger_rows import (
     terms_of,
     verify,
 )
+from xcal.errors import UserError
 
 RUN = RunTerms("run", "xcal", "record", 3.0, 1e-5, 8.0, budget_at(8.0, 3.0, 1e-5), 10)
 TERMS = Terms("people", "record", 4.0, 1e-4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xcal.errors import UserError
-from xcal.explain.classification import (
+from xcal.metrics.classification import (
     auroc,
     auroc_per_class,
     balanced_accuracy,

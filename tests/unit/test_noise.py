@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from xcal.privacy.noise import NoiseKey, SecureNoise, SeededNoise, release_grid, release_tensors
+from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise, release_grid, release_tensors
 
 
 def key(step: int, round_number: int = 0, block: str = "gradient", client: str = "0") -> NoiseKey:

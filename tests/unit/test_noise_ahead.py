@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.noise import NoiseKey, SecureNoise
+from xcal.dp.noise import NoiseKey, SecureNoise
+from xcal.dp.noise_ahead import SecureNoiseAhead
 
 KEY = NoiseKey("c", "m", 0, 0, "gradient")
 

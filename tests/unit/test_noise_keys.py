@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from xcal.privacy import noise
+from xcal.dp import noise
 
 
 def test_streams_that_share_their_low_bits_differ() -> None:

@@ -17,9 +17,8 @@ import xcal
 from support import TINY
 from xcal.config import Experiment
 from xcal.data.images import ImageData
-from xcal.federation import outcome
-from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.opening import (
+from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.opening import (
     beyond,
     chance,
     largest_posterior,
@@ -28,7 +27,8 @@ from xcal.privacy.opening import (
     true_positives,
     what_can_be_learnt,
 )
-from xcal.privacy.statement import Measured, Situation, make_statement, statement_text
+from xcal.dp.statement import Measured, Situation, make_statement, statement_text
+from xcal.federation import outcome
 
 SHAPE = PlanShape(2.0, 1e-5, units=3332, batch=32, rounds=30)
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0}

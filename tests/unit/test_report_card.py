@@ -9,7 +9,7 @@ import pytest
 
 import xcal
 from support import TINY, tiny
-from xcal.config import make_experiment
+from xcal.experiments import make_experiment
 from xcal.federation.card import INTENDED_USE, LIMITS, card_text
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 6}

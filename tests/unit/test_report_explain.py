@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from support import TINY, micro, tiny
-from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.explain.road import RoadSettings
 from xcal.report.drawing import save_explanation, tile_side
 from xcal.report.explaining import Explanation, explain_pictures

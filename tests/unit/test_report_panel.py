@@ -11,8 +11,8 @@ from PIL import Image
 
 import xcal
 from support import TINY, micro, tiny
-from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.report.panel import (
     Entry,
     View,

@@ -11,12 +11,12 @@ import pytest
 
 import xcal
 from support import TINY
+from xcal.dp.calibration import PlanShape, plan_xcal
+from xcal.dp.filter import RenyiFilter
+from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.explain.signal import SignalSettings
 from xcal.federation.folder import RunFolder
-from xcal.privacy.calibration import PlanShape, plan_xcal
-from xcal.privacy.filter import RenyiFilter
-from xcal.privacy.ledger_rows import charges_of, read_rows
-from xcal.training.xcal import XcalRule, XcalState, next_effective_sigma
+from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma
 
 SOURCES = ("model", "constant", "noise", "decay", "rise")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from xcal.privacy.calibration import PlanShape, plan_static
-from xcal.privacy.statement import Situation, make_statement, statement_text
+from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.statement import Situation, make_statement, statement_text
 
 SHAPE = PlanShape(2.0, 1e-5, units=400, batch=16, rounds=3)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support import TINY
-from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.setup import prepare
 
 

@@ -17,17 +17,17 @@ import support
 import xcal
 from conftest import Invoke
 from support import TINY
-from xcal.config import make_experiment, read_pinned
 from xcal.data.catalog import load
 from xcal.data.images import RECORD_GROUPS, ImageData
 from xcal.data.importing import import_dataset
+from xcal.dp.ledger.ledger import create
+from xcal.dp.ledger.rows import Terms, read_rows, runs_of, terms_of
 from xcal.errors import UserError
+from xcal.experiments import make_experiment, read_pinned
 from xcal.federation.constants import with_constants
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import prepare, prepare_remote
 from xcal.presets import PRESETS
-from xcal.privacy.ledger import create
-from xcal.privacy.ledger_rows import Terms, read_rows, runs_of, terms_of
 
 PATIENTS = 20
 EACH = 6
@@ -488,7 +488,7 @@ def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: P
 
 
 def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
-    from xcal.config import to_toml
+    from xcal.experiments import to_toml
     from xcal.federation.home import HomeTable, create_home
     from xcal.federation.home_check import check_home
     from xcal.federation.policy import Policy

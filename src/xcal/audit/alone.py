@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.calibration import Plan
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Charge, Terms, charges_of, read_rows
+from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.errors import UserError
 from xcal.federation.exchange import RoundRequest, Weights
 from xcal.federation.rounds import client_round
 from xcal.federation.site import Site
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import StepRecord, trainable
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
-from xcal.privacy import ledger
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger_rows import Charge, Terms, charges_of, read_rows
-from xcal.privacy.noise import NoiseSource, SeededNoise
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import LocalData, StepRecord, trainable
 
 RUN = "audit"
 Observer = Callable[[nn.Module, Tensor], None]

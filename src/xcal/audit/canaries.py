@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.data.images import Images
-from xcal.data.sampling import poisson_draw
-from xcal.privacy.noise import NoiseKey, NoiseSource
-from xcal.training.clipping import ClippedSum, ClippingEngine
-from xcal.training.local import Batch, LocalData
+from xcal.dp.clipping import ClippedSum, ClippingEngine
+from xcal.dp.noise import NoiseKey, NoiseSource
+from xcal.dp.sampling import poisson_draw
+from xcal.methods.client_data import Batch, LocalData
 
 
 def toss_coins(count: int, seed: int) -> NDArray[np.bool_]:

@@ -20,15 +20,15 @@ from xcal.audit.canaries import Directions, toss_coins
 from xcal.audit.onerun import Audit, ideal_audits
 from xcal.audit.reading import mixture_ratio
 from xcal.config import Experiment
+from xcal.dp.ledger.rows import charges_of, read_rows
+from xcal.dp.noise import SeededNoise
 from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, check_rule, server_rule
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
+from xcal.methods.adaptive_clip import ClipState
 from xcal.methods.base import CentralMethod
+from xcal.methods.context import trainable
 from xcal.models.registry import build_network
-from xcal.privacy.ledger_rows import charges_of, read_rows
-from xcal.privacy.noise import SeededNoise
-from xcal.training.adaptive import ClipState
-from xcal.training.local import trainable
 
 
 def audit_clients(

@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from xcal.audit.alone import load_flat, train_alone
 from xcal.audit.canaries import Tap
 from xcal.audit.similarity import psnr, ssim
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
 from xcal.data.images import Images
-from xcal.data.sampling import IMAGENET_MEAN, IMAGENET_STD, poisson_draw, to_tensor
+from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.dp.noise import NoiseKey, NoiseSource
+from xcal.dp.sampling import poisson_draw
+from xcal.experiments import make_experiment
+from xcal.methods.client_data import Batch, LocalData
+from xcal.methods.context import trainable
 from xcal.models.registry import build_network
-from xcal.privacy.noise import NoiseKey, NoiseSource
-from xcal.training.local import Batch, LocalData, trainable
 
 _MEAN = torch.tensor(IMAGENET_MEAN, dtype=torch.float64).view(1, 3, 1, 1)
 _STD = torch.tensor(IMAGENET_STD, dtype=torch.float64).view(1, 3, 1, 1)

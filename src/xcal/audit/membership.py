@@ -18,8 +18,8 @@ from xcal.audit.alone import train_alone
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.errors import UserError
-from xcal.training.evaluate import predict
-from xcal.training.local import LocalData
+from xcal.federation.evaluation import predict
+from xcal.methods.client_data import LocalData
 
 Matrix = NDArray[np.float64]
 FALSE_POSITIVES = 0.01

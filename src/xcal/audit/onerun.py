@@ -40,13 +40,13 @@ from xcal.audit.reading import (
 )
 from xcal.config import Experiment
 from xcal.data.images import Images
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
+from xcal.dp.accounting import reference_cost
+from xcal.dp.clipping import PLAIN, Bound
+from xcal.dp.ledger.rows import Charge
 from xcal.errors import UserError
+from xcal.methods.context import trainable
 from xcal.models.registry import build_network
-from xcal.privacy.accounting import reference_cost
-from xcal.privacy.ledger_rows import Charge
-from xcal.training.clipping import PLAIN, Bound
-from xcal.training.local import trainable
 
 VIEWS = ("steps", "rounds", "final")
 IDEAL_AUDITS = 8  # simulated audits of the mechanism as charged

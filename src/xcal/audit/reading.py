@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from xcal.audit.alone import flat, load_flat
 from xcal.audit.canaries import Directions
-from xcal.training.clipping import Bound, ClippingEngine
-from xcal.training.local import trainable
+from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.methods.context import trainable
 
 Scores = NDArray[np.float64]
 

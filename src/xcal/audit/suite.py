@@ -16,10 +16,11 @@ from xcal.audit.membership import infer_membership
 from xcal.audit.onerun import audit_method
 from xcal.audit.parts import Parts
 from xcal.audit.pictures import draw_inversion, save_inverted
-from xcal.config import Experiment, make_experiment
+from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.files import write_json
 from xcal.federation.folder import command, commit, versions
 from xcal.methods.base import CentralMethod, clips_units

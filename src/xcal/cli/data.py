@@ -131,10 +131,10 @@ def partition_command(
     out: Path = typer.Option(Path("partition.png"), help="Where the picture goes."),
 ) -> None:
     """Draw the federation: what each client would hold."""
-    from xcal.config import make_experiment
     from xcal.data.catalog import load
     from xcal.data.partition import partition
     from xcal.data.pictures import partition_picture
+    from xcal.experiments import make_experiment
     from xcal.federation.setup import with_unit
 
     checked = make_experiment(
@@ -177,8 +177,8 @@ def constants_command(
 
     `xcal run` does so by itself; clients elsewhere need the file, as they need any weights.
     """
-    from xcal.config import make_experiment
     from xcal.errors import UserError
+    from xcal.experiments import make_experiment
     from xcal.federation.constants import public_images, write_constants
 
     if out.suffix != ".safetensors":

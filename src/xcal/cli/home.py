@@ -101,9 +101,9 @@ def make_home(
     seed: int | None = None,
 ) -> None:
     """Check the owner's terms, make the home and say so."""
+    from xcal.dp.calibration import check_target
     from xcal.federation.home import HomeTable, create_home
     from xcal.federation.policy import Policy
-    from xcal.privacy.calibration import check_target
 
     check_target(epsilon, delta)
     if (data is None) == (experiment is None):
@@ -144,8 +144,8 @@ def make_home(
 
 def _unit_of(data: str | None, experiment: Path | None) -> str:
     """What runs on these data protect where nothing is said."""
-    from xcal.config import load_experiment, make_experiment
     from xcal.data.store import sizes_of
+    from xcal.experiments import load_experiment, make_experiment
     from xcal.federation.setup import settled
 
     if experiment is not None:
@@ -165,9 +165,9 @@ def show_command(
     refusals: int = typer.Option(5, help="How many of the last refusals to show."),
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
+    from xcal.dp.ledger.analysis import lifetime_text
+    from xcal.dp.ledger.rows import read_rows, runs_of
     from xcal.federation.home import ClientHome
-    from xcal.privacy.analysis import lifetime_text
-    from xcal.privacy.ledger_rows import read_rows, runs_of
 
     opened = ClientHome.open(home)
     console = Console(markup=False, emoji=False)

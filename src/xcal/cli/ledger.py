@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from xcal.privacy.analysis import Analysis
+    from xcal.dp.ledger.analysis import Analysis
 
 # Commands import what they need themselves: the accountant's library takes seconds to load.
 
@@ -35,9 +35,9 @@ def create_command(
     order: float | None = typer.Option(None, help="The order of the rule renyi."),
 ) -> None:
     """Make a ledger that carries a lifetime limit."""
-    from xcal.privacy import ledger as ledgers
-    from xcal.privacy.calibration import check_target
-    from xcal.privacy.ledger_rows import Terms
+    from xcal.dp.calibration import check_target
+    from xcal.dp.ledger import ledger as ledgers
+    from xcal.dp.ledger.rows import Terms
 
     check_target(epsilon, delta)
     path = home / "ledger.sqlite"
@@ -56,8 +56,8 @@ def room_text(
     epsilon: float, delta: float, epsilon_run: float | None = None, delta_run: float | None = None
 ) -> str:
     """How many runs a lifetime limit has room for, by ε and by δ, and how to have room for more."""
-    from xcal.config import make_experiment
-    from xcal.privacy.analysis import runs_that_fit
+    from xcal.dp.ledger.analysis import runs_that_fit
+    from xcal.experiments import make_experiment
 
     usual = make_experiment({})
     one = (epsilon_run or usual.epsilon, delta_run or usual.delta)
@@ -80,8 +80,8 @@ def show_command(
     rows: int = typer.Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
-    from xcal.privacy.analysis import lifetime_text
-    from xcal.privacy.ledger_rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
+    from xcal.dp.ledger.analysis import lifetime_text
+    from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
 
     console = Console(markup=False, emoji=False)
     for found in find_ledgers(path):
@@ -131,8 +131,8 @@ def verify_command(
     path: Path = typer.Argument(..., help="A ledger, a client home or a run's folder."),
 ) -> None:
     """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
-    from xcal.privacy.analysis import lifetime_text
-    from xcal.privacy.ledger_rows import find_ledgers, read_rows, verify
+    from xcal.dp.ledger.analysis import lifetime_text
+    from xcal.dp.ledger.rows import find_ledgers, read_rows, verify
 
     failed = False
     for found in find_ledgers(path):
@@ -153,9 +153,9 @@ def backup_command(
     folder: Path = typer.Argument(..., help="Where the copy goes: best on another machine's disk."),
 ) -> None:
     """Copy a ledger and its head, whole, also while a client spends from it."""
+    from xcal.dp.ledger.backup import back_up
+    from xcal.dp.ledger.rows import find_ledgers
     from xcal.errors import UserError
-    from xcal.privacy.ledger_backup import back_up
-    from xcal.privacy.ledger_rows import find_ledgers
 
     found = list(find_ledgers(path))
     if len(found) != 1:
@@ -172,8 +172,8 @@ def analyse_command(
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
-    from xcal.privacy.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
-    from xcal.privacy.ledger_rows import find_ledgers, read_rows
+    from xcal.dp.ledger.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
+    from xcal.dp.ledger.rows import find_ledgers, read_rows
 
     found = []
     for ledger in find_ledgers(path):

@@ -12,7 +12,7 @@ from rich.table import Table
 import xcal
 
 if TYPE_CHECKING:
-    from xcal.privacy.calibration import Plan
+    from xcal.dp.calibration import Plan
 
 EXPLAINED = {
     "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
@@ -38,8 +38,8 @@ EXPLAINED = {
 
 def shown_values(plan: Plan) -> dict[str, Any]:
     """The plan's own values, and its target's static multiplier by both accountants."""
+    from xcal.dp.calibration import calibrate, calibrate_fixed
     from xcal.errors import UserError
-    from xcal.privacy.calibration import calibrate, calibrate_fixed
 
     target = (plan.epsilon, plan.delta, plan.sample_rate, plan.steps)
     pld = calibrate_fixed(*target).sigma

@@ -9,8 +9,9 @@ import typer
 from rich.console import Console
 
 from xcal.cli.interrupts import interruptible
-from xcal.config import load_experiment, nearest
+from xcal.config import nearest
 from xcal.errors import UserError
+from xcal.experiments import load_experiment
 
 ENGINES = ("local", "flower")
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data.images import Images
-from xcal.data.sampling import Unit, UnitTable
+from xcal.dp.sampling import Unit, UnitTable
 from xcal.errors import UserError
 
 Kind = Literal["iid", "label", "label-extreme", "covariate"]

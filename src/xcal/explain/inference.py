@@ -29,18 +29,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = training
 
 
-def filled_up(values: Tensor, rows: int) -> Tensor:
-    """Exactly `rows` of them, in memory of their own: copies of the first stand behind the others.
-
-    A copy is finite where the first is, so that nothing times it is nothing. In new memory also
-    where none is missing: how numbers are rounded may depend on where they lie. With 0 `rows` they
-    stay as they are.
-    """
-    if not rows:
-        return values
-    return torch.cat([values, values[:1].expand(rows - len(values), *values.shape[1:])])
-
-
 def predict_logits(model: nn.Module, images: Tensor, *, batch_size: int = 256) -> Tensor:
     """Logits (N, classes) in evaluation mode and without gradients; the model is left untouched.
 

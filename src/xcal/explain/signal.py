@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.padding import filled_up
 from xcal.errors import UserError
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
-from xcal.explain.inference import filled_up, undisturbed
+from xcal.explain.inference import undisturbed
 
 # Maps are compared on a grid of this many steps up to their maximum, so that rounding (another
 # batch size, another path to the same map) rarely changes which cells are chosen.
@@ -69,9 +70,9 @@ class Components:
     margin: Tensor
     concentration: Tensor
 
-    def first(self, count: int) -> Components:
-        """Those of the first images."""
-        return Components(self.logit_drop[:count], self.margin[:count], self.concentration[:count])
+    def only(self, rows: Tensor | slice) -> Components:
+        """Those of some images."""
+        return Components(self.logit_drop[rows], self.margin[rows], self.concentration[rows])
 
     @staticmethod
     def joined(parts: Sequence[Components], device: torch.device) -> Components:
@@ -197,7 +198,7 @@ def image_components(
         here = slice(start, start + size)
         whole = [filled_up(values[here], rows) for values in (images, logits, features)]
         count = len(images[here])
-        found.append(_of_images(model, whole[0], whole[1], whole[2], settings).first(count))
+        found.append(_of_images(model, whole[0], whole[1], whole[2], settings).only(slice(count)))
     return Components.joined(found, images.device)
 
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xcal.config import Experiment
+from xcal.dp.calibration import Plan
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.home import ClientHome, Owner, logged, read_owner
 from xcal.federation.policy import admit_experiment, admit_plan
 from xcal.federation.refusals import Refused, naming
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import Method
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import RunTerms
 
 # What decides which images a part of an experiment's data has.
 _PARTS = (

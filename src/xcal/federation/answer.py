@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from xcal.config import Experiment
+from xcal.dp.ledger.ledger import Ledger
 from xcal.federation.admission import admit_run
 from xcal.federation.exchange import (
     ClientReport,
@@ -39,7 +40,6 @@ from xcal.federation.rounds import OnStep, client_round, run_terms
 from xcal.federation.site import Held, keep_freed_memory, torch_threads
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import checked_plan, method_of
-from xcal.privacy.ledger import Ledger
 
 
 class Client(Protocol):

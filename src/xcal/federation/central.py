@@ -17,22 +17,22 @@ import numpy as np
 import torch
 
 from xcal.config import Experiment
+from xcal.dp.account import Account
+from xcal.dp.calibration import Plan
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger import ledger as ledgers
+from xcal.dp.ledger.rows import Head, Terms
+from xcal.dp.mechanism import UnchargedRelease
+from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, plain_rule
 from xcal.federation.exchange import RoundReply, Weights
 from xcal.federation.files import write_bytes
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
+from xcal.methods.context import ReplayKey
+from xcal.methods.dp_fedavg import ServerContext, Update
 from xcal.methods.registry import checked_server_plan
-from xcal.privacy import ledger as ledgers
-from xcal.privacy.account import Account
-from xcal.privacy.calibration import Plan
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger_rows import Head, Terms
-from xcal.privacy.mechanism import UnchargedRelease
-from xcal.privacy.noise import NoiseSource
-from xcal.training.central import ServerBench, Update
-from xcal.training.local import ReplayKey
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CentralRule:
             halted = state.halted or account.halted_before(round_number)
             # Who takes part is public, so a round that nobody answered needs no noise to hide it.
             if answers and not halted:
-                bench = ServerBench(
+                context = ServerContext(
                     self.method.name,
                     round_number,
                     self.site.noise,
@@ -135,14 +135,14 @@ class CentralRule:
                 )
                 try:
                     released, inner = self.method.server_step(
-                        bench, self.experiment, self.plan, _updates(weights, answers), inner
+                        context, self.experiment, self.plan, _updates(weights, answers), inner
                     )
                 except BudgetExhausted:
                     account.halt(round_number, 0)
                     halted = True
-                if released is not None and len(bench.charges) != 1:
+                if released is not None and len(context.charges) != 1:
                     raise UnchargedRelease(
-                        f"The method {self.method.name!r} made {len(bench.charges)} charges in a"
+                        f"The method {self.method.name!r} made {len(context.charges)} charges in a"
                         " round of the server where one is due: the run ends here, and nothing of"
                         " this round leaves."
                     )

@@ -17,7 +17,7 @@ import torch
 from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import Images
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
 from xcal.data.store import home
 from xcal.errors import UserError
 from xcal.federation.files import write_tensors

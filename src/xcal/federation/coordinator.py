@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from xcal.dp.ledger.rows import Head
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
+from xcal.federation.evaluation import PublicImages
 from xcal.federation.exchange import (
     Question,
     RoundReply,
@@ -38,10 +40,8 @@ from xcal.federation.outcome import measure_round, public_subset, write_preamble
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
+from xcal.methods.context import trainable
 from xcal.models.registry import build_network
-from xcal.privacy.ledger_rows import Head
-from xcal.training.evaluate import PublicImages
-from xcal.training.local import trainable
 
 
 class Progress(Protocol):

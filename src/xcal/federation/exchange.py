@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.ledger.rows import Head
 from xcal.federation.refusals import Refused
-from xcal.privacy.ledger_rows import Head
-from xcal.training.local import StepRecord, digest_tensors, trainable
+from xcal.methods.context import StepRecord, digest_tensors, trainable
 
 Weights = dict[str, Tensor]
 

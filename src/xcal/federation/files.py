@@ -127,7 +127,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
 
 def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """Of values, names and description, whatever the order in which a file has them."""
-    from xcal.training.local import digest_tensors
+    from xcal.methods.context import digest_tensors
 
     text = f"{digest_tensors(sorted(tensors.items()))}\n{json.dumps(about)}"
     return hashlib.sha256(text.encode()).hexdigest()

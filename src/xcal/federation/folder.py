@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xcal.config import Experiment, read_pinned, to_toml
+from xcal.config import Experiment
 from xcal.errors import UserError
+from xcal.experiments import read_pinned, to_toml
 from xcal.federation.files import (
     append_text,
     read_json,

@@ -24,14 +24,19 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, read_pinned, read_toml, to_toml
+from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
-from xcal.data.sampling import cap_groups
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms
+from xcal.dp.noise import NoiseSource, SeededNoise
+from xcal.dp.noise_ahead import SecureNoiseAhead
+from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
+from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned, read_toml, to_toml
 from xcal.federation.files import whole_lines, write_bytes
-from xcal.federation.policy import Policy, read_policy, read_table
+from xcal.federation.policy import Policy, admit_method, read_policy, read_table
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import (
     DATA_SEED,
@@ -41,12 +46,8 @@ from xcal.federation.setup import (
     settled,
 )
 from xcal.federation.site import Held, Site
+from xcal.methods.client_data import LocalData, TooManyUnits
 from xcal.models.registry import build_network
-from xcal.privacy import ledger
-from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.ledger_rows import Terms
-from xcal.privacy.noise import NoiseSource, SeededNoise
-from xcal.training.local import LocalData, TooManyUnits
 
 
 class HomeTable(BaseModel):
@@ -208,7 +209,11 @@ class ClientHome:
         return self.path / Path(path).expanduser()
 
     def experiment(self, keys: dict[str, Any], initial_seed: int) -> Experiment:
-        """A request's keys, completed by what only this client decides."""
+        """A request's keys, completed by what only this client decides.
+
+        A method's own keys are known to its code alone, which runs only where the owner named it.
+        """
+        admit_method(self.policy, str(keys.get("method", "")))
         about = self.about
         own: dict[str, Any] = {
             "data": about.data or "smear",

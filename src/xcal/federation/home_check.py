@@ -8,16 +8,16 @@ from typing import Literal
 
 from xcal.data import catalog
 from xcal.data.images import Images
-from xcal.data.sampling import UnitTable
+from xcal.dp.ledger.head import check_clock
+from xcal.dp.ledger.rows import check_head, read_rows, terms_of, verify
+from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
 from xcal.federation.setup import check_groups_known
 from xcal.federation.site import remembered_head
-from xcal.privacy.ledger_head import check_clock
-from xcal.privacy.ledger_rows import check_head, read_rows, terms_of, verify
-from xcal.training.local import TooManyUnits, check_declared_units
+from xcal.methods.client_data import TooManyUnits, check_declared_units
 
 Level = Literal["ok", "warning", "problem"]
 

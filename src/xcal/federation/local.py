@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from xcal.config import Experiment
+from xcal.dp.noise import NoiseSource, SeededNoise
+from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.federation.admission import check_same_data, to_the_user
 from xcal.federation.answer import respond
 from xcal.federation.central import ServerSite, server_rule
@@ -35,10 +37,8 @@ from xcal.federation.refusals import Refused
 from xcal.federation.setup import Federation, ask_homes, prepare
 from xcal.federation.simulated import make_ledger
 from xcal.federation.site import Held, Site, keep_freed_memory, torch_threads
+from xcal.methods.client_data import LocalData
 from xcal.models.registry import build_network
-from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.noise import NoiseSource, SeededNoise
-from xcal.training.local import LocalData
 
 __all__ = ["InProcess", "Progress", "Silent", "public_subset", "run_experiment"]
 

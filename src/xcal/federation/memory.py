@@ -31,7 +31,7 @@ from xcal.federation.exchange import (
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
 from xcal.federation.refusals import Refused
 from xcal.methods.base import Method, save_state
-from xcal.training.local import Optimiser, StepAverage, StepRecord, trainable
+from xcal.methods.context import Optimiser, StepAverage, StepRecord, trainable
 
 # How a client computes, and not what: progress made under one of these goes on under another.
 _MACHINE = frozenset(("threads", "chunk", "device", "keep_mb"))

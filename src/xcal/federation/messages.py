@@ -22,33 +22,16 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from xcal.config import KEYS, Experiment
+from xcal.config import Experiment
+from xcal.dp.ledger.rows import Head
+from xcal.experiments import KEYS, LOCAL_KEYS, travels
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.federation.refusals import CODES, Refused
-from xcal.privacy.ledger_rows import Head
-from xcal.training.local import StepRecord, digest_tensors
+from xcal.methods.context import StepRecord, digest_tensors
 
 FORMAT = 1
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-# The experiment's keys that a request carries: what the client's own training depends on.
-WIRE_KEYS = frozenset(
-    "method pixels network norm output_stride head_reads train train_norm rounds local_epochs"
-    " epsilon delta accountant unit images_per_unit batch lr clip optimizer momentum q alpha beta"
-    " gamma fill tau"
-    " rho band w kappa slow_tau reference contrast signal_every signal_fraction signal_source"
-    " protected protection geometry clipping level quantile clip_rate kappa_b count_noise"
-    " views augment average_steps clip_factor sigma_decay".split()
-)
-# Keys that never travel: the server's own business, or what only the client's owner decides
-# (its data, its noise, its machine). A request that carries one of them is refused.
-LOCAL_KEYS = frozenset(
-    "preset data train_images weights clients participants quorum round_timeout average"
-    " aggregation trim partition concentration units_per_client keep_groups homes noise paired seed"
-    " threads chunk pass_rows device keep_mb group_cap public_validation public_validation_by"
-    " validation_images road_images road_every road_test_images".split()
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +42,7 @@ class Request:
     run: str
     round: int
     own_rounds: tuple[int, ...]
-    experiment: dict[str, Any]  # WIRE_KEYS only
+    experiment: dict[str, Any]  # what `travels` only
     initial_seed: int  # of the network's first weights; never of noise or draws
     frozen: str  # digest of what does not train
     head: Head | None  # the client's ledger as the server last saw it
@@ -87,10 +70,7 @@ class Refusal:
 
 def public_keys(experiment: Experiment) -> dict[str, Any]:
     """The part of an experiment that a request carries."""
-    unknown = set(KEYS) - WIRE_KEYS - LOCAL_KEYS
-    if unknown:  # a new key must be placed on purpose: silence could leak it, or drop it
-        raise RuntimeError(f"say in messages.py whether these keys travel: {sorted(unknown)}")
-    return {k: v for k, v in experiment.resolved().items() if k in WIRE_KEYS}
+    return {k: v for k, v in experiment.resolved().items() if travels(type(experiment), k)}
 
 
 def frozen_digest(model: torch.nn.Module) -> str:
@@ -252,11 +232,15 @@ def decode_request(data: bytes, limit: int) -> Request:
     if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
         raise _malformed("its own rounds are no ascending numbers")
     experiment = found.take("experiment", dict)
-    if set(experiment) - WIRE_KEYS:
+    # Keys of a method from elsewhere are known only to its code, which no message may run.
+    extra = set(experiment) & LOCAL_KEYS
+    if ":" not in str(experiment.get("method", "")):
+        extra |= set(experiment) - set(KEYS)
+    if extra:
         raise Refused(
             "key-not-allowed",
             "The request sets keys that no server may set here:"
-            f" {', '.join(map(repr, sorted(set(experiment) - WIRE_KEYS)))[:200]}.",
+            f" {', '.join(map(repr, sorted(extra)))[:200]}.",
         )
     losses = found.take("validation_losses", list)
     if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in losses):

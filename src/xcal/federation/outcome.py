@@ -11,27 +11,27 @@ import numpy as np
 from torch import nn
 
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
-from xcal.federation.card import card_text
-from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
-from xcal.federation.folder import RunFolder
-from xcal.federation.rounds import add_remove_holds
-from xcal.federation.setup import DATA_SEED, Federation
-from xcal.methods.base import Method, nominal_epsilon
-from xcal.privacy.calibration import Plan
-from xcal.privacy.statement import (
+from xcal.dp.calibration import Plan
+from xcal.dp.statement import (
     PLUGINS,
     Measured,
     Situation,
     make_statement,
     statement_text,
 )
-from xcal.training.evaluate import (
+from xcal.federation.card import card_text
+from xcal.federation.evaluation import (
     Predictions,
     PublicImages,
     explain_road,
     explanation_metrics,
     predict,
 )
+from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
+from xcal.federation.folder import RunFolder
+from xcal.federation.rounds import add_remove_holds
+from xcal.federation.setup import DATA_SEED, Federation
+from xcal.methods.base import Method, nominal_epsilon
 
 
 def public_subset(images: Images, wanted: int | None) -> Images | None:

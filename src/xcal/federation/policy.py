@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcal.config import Experiment, nearest
+from xcal.dp.calibration import Plan
+from xcal.dp.ledger.rows import RunTerms, covers
 from xcal.errors import UserError
 from xcal.federation.exchange import ClientReport
 from xcal.federation.refusals import Refused
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger_rows import RunTerms, covers
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -102,13 +102,15 @@ def read_policy(path: Path) -> Policy:
     return policy
 
 
+def admit_method(policy: Policy, name: str) -> None:
+    """Code named by a server runs only where the owner wrote that very name down."""
+    if name not in policy.methods:
+        raise Refused("method-not-allowed", f"The policy does not allow the method {name!r}.")
+
+
 def admit_experiment(policy: Policy, experiment: Experiment) -> None:
     """Refuse what the policy does not allow, as far as the request alone shows it."""
-    # Lists of names: code named by a server runs only where the owner wrote that very name down.
-    if experiment.method not in policy.methods:
-        raise Refused(
-            "method-not-allowed", f"The policy does not allow the method {experiment.method!r}."
-        )
+    admit_method(policy, experiment.method)
     if experiment.network not in policy.networks:
         raise Refused(
             "network-not-allowed", f"The policy does not allow the network {experiment.network!r}."

@@ -14,13 +14,13 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.data.images import ImageData
+from xcal.dp.batch_invariance import check_independence
+from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
-from xcal.methods.base import SIGNAL_KEYS, ChoosyMethod, clips_units
+from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
-from xcal.training.clipping import ClippingEngine
-from xcal.training.independence import check_independence
 
 # What torch raises where shapes do not fit.
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
@@ -35,7 +35,7 @@ def check_network(experiment: Experiment, classes: int, side: int) -> str | None
     """
     network, method = build_network(experiment, classes), method_of(experiment)
     _check_answers(experiment, network, classes, side)
-    if isinstance(method, ChoosyMethod):
+    if isinstance(method, ChecksNetwork):
         method.check_network(network, experiment)
     if clips_units(method):
         ClippingEngine(network)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from xcal.dp.account import NoiseTooLow
+from xcal.dp.batch_invariance import DependentNetwork
+from xcal.dp.ledger.ledger import LedgerExhausted
+from xcal.dp.ledger.rows import LedgerBusy, LedgerRefusal
+from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
-from xcal.privacy.account import NoiseTooLow
-from xcal.privacy.ledger import LedgerExhausted
-from xcal.privacy.ledger_rows import LedgerBusy, LedgerRefusal
-from xcal.privacy.mechanism import UnchargedRelease
-from xcal.training.independence import DependentNetwork
 
 CODES: dict[str, str] = {
     "malformed": "the message cannot be read, or a field is missing, unknown or of another type",

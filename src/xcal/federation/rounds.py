@@ -11,6 +11,11 @@ from typing import Any
 from torch import nn
 
 from xcal.config import Experiment
+from xcal.dp.account import Account
+from xcal.dp.calibration import Plan
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.exchange import (
     ClientReport,
     RoundReply,
@@ -23,21 +28,16 @@ from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.refusals import Refused
 from xcal.federation.site import Pace, Site
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
-from xcal.methods.registry import checked_plan, method_of
-from xcal.models.split import Split, split_frozen
-from xcal.privacy.account import Account
-from xcal.privacy.calibration import Plan
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import RunTerms
-from xcal.training.clipping import kept_alike, rows_apart
-from xcal.training.guard import StepGuard
-from xcal.training.local import (
-    Bench,
+from xcal.methods.context import (
     Optimiser,
     StepAverage,
+    StepContext,
     StepRecord,
 )
+from xcal.methods.guard import StepGuard
+from xcal.methods.passes import kept_alike, rows_apart
+from xcal.methods.registry import checked_plan, method_of
+from xcal.models.split import Split, split_frozen
 
 OnStep = Callable[[int], None]
 
@@ -168,7 +168,7 @@ def _train(
     engine = None
     if clips_units(method):
         engine = site.make_engine(model, chunk=experiment.chunk, rows=rows)
-    bench = Bench(
+    context = StepContext(
         client=site.client,
         method=method.name,
         round=request.round,
@@ -190,13 +190,13 @@ def _train(
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
-    guard = StepGuard(bench, own_method=":" in experiment.method)
+    guard = StepGuard(context, own_method=":" in experiment.method)
     pace = Pace()
     for step in range(first, steps):
         if halted:
             break
         try:
-            state, record = method.step(bench, step, experiment, plan, state)
+            state, record = method.step(context, step, experiment, plan, state)
         except BudgetExhausted as refusal:
             assert account is not None
             state = refusal.state or state

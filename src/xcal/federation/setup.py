@@ -14,16 +14,16 @@ from xcal.data import catalog
 from xcal.data.augment import check_views
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition, Shard, partition
-from xcal.data.sampling import UnitTable, cap_groups
+from xcal.dp.calibration import Plan
+from xcal.dp.ledger.rows import read_rows, terms_of
+from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.policy import read_table
 from xcal.federation.preflight import check_network, unmeasured
 from xcal.methods.base import Method
+from xcal.methods.client_data import check_declared_units
 from xcal.methods.registry import checked_plan, method_of
-from xcal.privacy.calibration import Plan
-from xcal.privacy.ledger_rows import read_rows, terms_of
-from xcal.training.local import check_declared_units
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 AGREE = (

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from xcal.dp.ledger import ledger
+from xcal.dp.ledger.rows import Terms
 from xcal.federation.files import write_bytes
 from xcal.federation.folder import RunFolder
 from xcal.federation.home import HomeTable, commented
 from xcal.federation.policy import Policy
 from xcal.federation.setup import Federation
-from xcal.privacy import ledger
-from xcal.privacy.ledger_rows import Terms
 
 
 def make_ledger(path: Path, federation: Federation, client: int) -> None:

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from xcal.config import Experiment
+from xcal.dp.clipping import ClippingEngine
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Head
+from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes, write_json
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import Head
-from xcal.privacy.noise import NoiseSource
-from xcal.training.clipping import ClippingEngine
-from xcal.training.local import LocalData, ReplayKey
+from xcal.methods.client_data import LocalData
+from xcal.methods.context import ReplayKey
 
 # Not in `runs/`, where a server chooses the names; nor named like the ledger's own files, with
 # which it would be put back.

@@ -1,23 +1,160 @@
-"""`adap-dpfl`: clipping norm and noise that move from round to round (Fu et al. 2022)."""
+"""`adap-dpfl` (Adap DP-FL, Fu et al. 2022), as far as it can be had with a guarantee.
+
+Two things move from round to round: the clipping norm, with the norm of the gradients that this
+client released in its previous round, and the noise, down by β whenever the loss on *public* images
+has fallen three rounds in a row. Both are functions of releases and of public numbers, so the
+filter covers them.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from xcal.config import Experiment
-from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.calibration import Plan, plan_static
-from xcal.training.adap import AdapRule, AdapState, adap_step
-from xcal.training.local import Bench, StepRecord
+from xcal.config import Experiment, key
+from xcal.dp.accounting import CostTable, step_cost
+from xcal.dp.calibration import Plan, plan_static
+from xcal.dp.clipping import Bound
+from xcal.dp.filter import BudgetExhausted, Filter
+from xcal.methods.base import LocalMethod, shape_of
+from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
+
+FALLS = 3  # rounds of falling loss before the noise is lowered
+REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one
 
 
 @dataclass(frozen=True)
-class AdaptiveNoise:
+class AdapRule:
+    """Public constants."""
+
+    plan: Plan
+    clip: float  # C of the first round
+    clip_factor: float  # α_c; 0 leaves C where it is
+    sigma_decay: float  # β
+
+
+@dataclass(frozen=True)
+class AdapState:
+    """What a client remembers: its norm C and what it released in the round so far."""
+
+    round: int = -1
+    clip: float = 0.0
+    steps: int = 0
+    squares: float = 0.0  # Σ over steps of ‖released mean gradient‖², noise's own share taken off
+    doubt: float = 0.0  # Σ over steps of the variance of that estimate
+
+
+def decays(losses: Sequence[float]) -> int:
+    """How often the noise was lowered: once for each round that ends `FALLS` falls in a row."""
+    falls = [later < earlier for earlier, later in itertools.pairwise(losses)]
+    return sum(all(falls[k - FALLS : k]) for k in range(FALLS, len(falls) + 1))
+
+
+def next_clip(state: AdapState, rule: AdapRule) -> float:
+    """C of the round that begins: α_c times the released gradients' root mean square norm.
+
+    It stays where it was while the noise hides that norm (two deviations), and within `REACH` of
+    the configured one.
+    """
+    if state.round < 0:
+        return rule.clip
+    if rule.clip_factor == 0 or state.steps == 0:
+        return state.clip
+    if state.squares <= 2 * math.sqrt(state.doubt):
+        return state.clip
+    wanted = rule.clip_factor * math.sqrt(state.squares / state.steps)
+    return min(max(wanted, rule.clip / REACH), rule.clip * REACH)
+
+
+@lru_cache(maxsize=4096)
+def _cost(rate: float, sigma: float, order: float) -> float:
+    return step_cost(rate, sigma, order)
+
+
+def admissible_sigma(
+    rule: AdapRule, lowered: int, budget: Filter
+) -> tuple[float, CostTable | None]:
+    """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits.
+
+    With the grid it was taken from, if it was.
+    """
+    plan = rule.plan
+    wanted = plan.sigma_static * rule.sigma_decay**lowered
+    if budget.admits(_cost(plan.sample_rate, wanted, plan.order)):
+        return wanted, None
+    # Where not even the highest is admissible, nothing below it is either.
+    if budget.admits(_cost(plan.sample_rate, plan.sigma_static, plan.order)):
+        table = plan.table()
+        k = table.cheapest_within(budget.left) or 0
+        # One further on the grid too, since the filter's own sum is rounded upwards.
+        for sigma, price in zip(table.sigmas[k : k + 2], table.costs[k : k + 2], strict=True):
+            if wanted < sigma < plan.sigma_static and budget.admits(float(price)):
+                return float(sigma), table
+        return plan.sigma_static, None
+    raise BudgetExhausted("no multiplier up to the first one is admissible")
+
+
+def adap_step(
+    context: StepContext, step: int, rule: AdapRule, state: AdapState
+) -> tuple[AdapState, StepRecord]:
+    """One DP-SGD step at this round's C and σ: charge, draw, clip, release, remember its norm."""
+    assert context.account is not None
+    if context.round != state.round:
+        state = AdapState(context.round, next_clip(state, rule))
+    clip, bound = state.clip, Bound(state.clip)
+    sigma, priced = admissible_sigma(
+        rule, decays(context.validation_losses), context.account.filter
+    )
+    charged = context.charge(
+        step, (gradient_release(bound, sigma),), sigma, settings=(sigma, clip), priced=priced
+    )
+    batch = charged.draw(context.data)
+    mean = release_gradient(context, charged, clipped_sum(context, batch, bound))
+    # From here on only the release is looked at.
+    scale = sigma * bound.sensitivity
+    square = math.fsum(float(v.double().square().sum()) for v in mean.values())
+    size = sum(v.numel() for v in mean.values())
+    noise = (scale / context.batch) ** 2  # variance of one coordinate
+    signal = max(square - size * noise, 0.0)
+    state = AdapState(
+        state.round,
+        clip,
+        state.steps + 1,
+        state.squares + square - size * noise,
+        state.doubt + 2 * size * noise**2 + 4 * noise * signal,
+    )
+    return state, StepRecord(context.round, step, sigma, None, context.share_spent, clip=clip)
+
+
+class AdapParameters(Experiment):
+    """The keys of `adap-dpfl`."""
+
+    clip_factor: float = key(
+        5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="C over the norm of the gradients released last round; 0 keeps C",
+        travels=True,
+    )
+    sigma_decay: float = key(
+        0.999,
+        ge=1e-6,
+        le=1,
+        description="β: noise after three rounds of falling loss on public images",
+        travels=True,
+    )
+
+
+@dataclass(frozen=True)
+class AdaptiveNoise(LocalMethod):
     name: str = "adap-dpfl"
-    private: bool = True
-    pooled: bool = False
-    uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS | {"clip_factor", "sigma_decay"}
+    title: str = "Adap DP-FL"
+    parameters: type[Experiment] = AdapParameters
     needs_validation: bool = True  # the noise follows the loss on public images
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
@@ -26,20 +163,16 @@ class AdaptiveNoise:
     def load_state(self, saved: dict[str, Any] | None) -> AdapState:
         return AdapState() if saved is None else AdapState(**saved)
 
-    def begin_round(self, state: AdapState) -> AdapState:
-        return state  # the step itself sees that a round begins
-
     def step(
-        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: AdapState
+        self,
+        context: StepContext,
+        step: int,
+        experiment: AdapParameters,
+        plan: Plan,
+        state: AdapState,
     ) -> tuple[AdapState, StepRecord]:
-        assert plan is not None
         rule = AdapRule(plan, experiment.clip, experiment.clip_factor, experiment.sigma_decay)
-        return adap_step(bench, step, rule, state)
-
-    def epsilon_paper(
-        self, experiment: Experiment, plan: Plan | None, state: AdapState
-    ) -> float | None:
-        return None
+        return adap_step(context, step, rule, state)  # which sees by itself that a round begins
 
 
 ADAP_DPFL = AdaptiveNoise()

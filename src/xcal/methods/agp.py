@@ -1,4 +1,8 @@
-"""`agp` (Li et al. 2023): important channels get no noise, so ε = ∞ whatever the others get."""
+"""`agp` (Li et al. 2023): the channels that explanations rest on get no noise, so ε = ∞.
+
+There is no finite ε for it, at any noise: the protected channels' gradients leave as they are, and
+which channels those are was read from private images.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,60 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from xcal.config import Experiment
-from xcal.methods.base import COMMON_KEYS, shape_of
-from xcal.privacy.calibration import Plan, PlanShape, plan_paper
-from xcal.training.agp import AgpState, agp_step
-from xcal.training.cam_layer import cam_layer_of, require_trained
-from xcal.training.local import Bench, StepRecord
+from xcal.dp.calibration import PlanShape, plan_paper
+from xcal.dp.noise import release_tensors
+from xcal.explain.gradcam import channel_weights
+from xcal.methods.base import BandParameters, LocalMethod, SparedParameters, shape_of
+from xcal.methods.cam_layer import CamLayer, cam_layer_of, most_important, require_trained
+from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.steps import clipped_sum
+
+IMPORTANCE_UNITS = 256  # expected number of units whose maps decide which channels matter
+
+
+@dataclass(frozen=True)
+class AgpState:
+    """The channels protected in this round; None before its first step. Made of private images."""
+
+    channels: tuple[int, ...] | None = None
+
+
+def channel_importance(context: StepContext) -> Tensor:
+    """Mean magnitude of Grad-CAM's channel weights over a draw of the client's own images.
+
+    Of several views the plain one counts. All zero where nobody was drawn.
+    """
+    # Step −1 of the round: no step's own draw shares its randomness.
+    rate = min(1.0, IMPORTANCE_UNITS / context.data.units)
+    batch = context.data.draw(rate, context.noise, context.key(-1, "importance"))
+    shown = batch.images if batch.plain is None else batch.pictures(batch.plain)
+    weights = channel_weights(context.model, shown).double()
+    finite = weights[torch.isfinite(weights).all(dim=1)]
+    return finite.abs().sum(dim=0) / max(len(finite), 1)
+
+
+def agp_step(
+    context: StepContext, step: int, *, sigma: float, share: float, layer: CamLayer, state: AgpState
+) -> tuple[AgpState, StepRecord]:
+    """One step: clip as ever, noise everywhere but on the protected channels' convolution.
+
+    Importance is computed once a round, at its first step, from the weights received.
+    """
+    if state.channels is None:
+        state = AgpState(most_important(channel_importance(context), share) if share > 0 else ())
+    assert state.channels is not None
+    clipped = clipped_sum(context, context.draw(step))
+    sums, scale = clipped.gradients, sigma * clipped.bound.sensitivity
+    noisy = release_tensors(sums, scale, context.noise, context.key(step, "gradient"))
+    spared = torch.tensor(state.channels, dtype=torch.long)
+    for name in layer.convolution:
+        noisy[name][spared] = sums[name][spared]
+    context.optimiser.step({name: value.div_(context.batch) for name, value in noisy.items()})
+    return state, StepRecord(context.round, step, sigma, None, 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -23,28 +73,25 @@ def mean_of_band(shape: PlanShape, rho: float, band: float) -> float:
     return (plan.sigma_min + plan.sigma_max) / 2
 
 
-@dataclass(frozen=True)
-class AdaptiveGradientProtection:
-    name: str = "agp"
-    private: bool = False
-    pooled: bool = False
-    uses: frozenset[str] = COMMON_KEYS | {
-        "epsilon",
-        "delta",
-        "clip",
-        "chunk",
-        "rho",
-        "band",
-        "protected",
-    }
+class AgpParameters(BandParameters, SparedParameters):
+    """The keys of `agp`."""
 
-    def sigma(self, experiment: Experiment, units: int, own_rounds: int) -> float:
+
+@dataclass(frozen=True)
+class AdaptiveGradientProtection(LocalMethod):
+    name: str = "agp"
+    title: str = "AGP, no guarantee"
+    private: bool = False
+    parameters: type[Experiment] = AgpParameters
+    ignores: frozenset[str] = frozenset({"accountant", "homes"})
+
+    def sigma(self, experiment: AgpParameters, units: int, own_rounds: int) -> float:
         shape = shape_of(experiment, units, own_rounds)
         return mean_of_band(shape, experiment.rho, experiment.band)
 
-    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan | None:
+    def plan(self, experiment: AgpParameters, units: int, own_rounds: int) -> None:
         self.sigma(experiment, units, own_rounds)  # refuses a target that no noise reaches
-        return None
+        return
 
     def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         require_trained(network, self.name)
@@ -58,21 +105,21 @@ class AdaptiveGradientProtection:
         return AgpState()
 
     def step(
-        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: AgpState
+        self,
+        context: StepContext,
+        step: int,
+        experiment: AgpParameters,
+        plan: None,
+        state: AgpState,
     ) -> tuple[AgpState, StepRecord]:
         return agp_step(
-            bench,
+            context,
             step,
-            sigma=self.sigma(experiment, bench.data.units, bench.own_rounds),
+            sigma=self.sigma(experiment, context.data.units, context.own_rounds),
             share=experiment.protected,
-            layer=cam_layer_of(bench.model),
+            layer=cam_layer_of(context.model),
             state=state,
         )
-
-    def epsilon_paper(
-        self, experiment: Experiment, plan: Plan | None, state: AgpState
-    ) -> float | None:
-        return None
 
 
 AGP = AdaptiveGradientProtection()

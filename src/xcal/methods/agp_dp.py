@@ -1,19 +1,99 @@
-"""`agp-dp`: AGP's aim with a guarantee: static noise in a geometry made of released weights."""
+"""`agp-dp`: AGP's aim with a guarantee: less noise on the channels that explanations rest on.
+
+Their importance comes from the received model alone, which is public, so that the weights of the
+geometry are known before any step of the round draws its data, and the guarantee is the filter's as
+ever.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from xcal.config import Experiment
-from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, shape_of
-from xcal.privacy.calibration import Plan, plan_fixed
-from xcal.training.clipping import Bound
-from xcal.training.geometry import ChannelRule, check_channels, round_geometry
-from xcal.training.local import Bench, StepRecord
-from xcal.training.steps import dp_step
+from xcal.config import Experiment, key
+from xcal.dp.calibration import Plan, plan_fixed
+from xcal.dp.clipping import PLAIN, Bound, Geometry
+from xcal.errors import UserError
+from xcal.explain.gradcam import head_weight_of
+from xcal.methods.base import LocalMethod, SparedParameters, shape_of
+from xcal.methods.cam_layer import CamLayer, cam_layer_of, most_important, require_trained
+from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.steps import dp_step
+
+
+class ChannelParameters(SparedParameters):
+    """The keys of a geometry that spares channels."""
+
+    protection: float = key(
+        2.0,
+        ge=1,
+        le=16,
+        description="how many times less noise than the others the spared get",
+        travels=True,
+    )
+
+
+@dataclass(frozen=True)
+class ChannelRule:
+    """Public constants: the share r of channels to spare, and how many times less noise they get.
+
+    The channels' weights are d and P·d with (1 − r)/d² + r/(P·d)² = 1: the variance of the noise on
+    the CAM layer, summed over its coordinates, is what it is without a geometry, and every other
+    layer has weight 1. So at one σ all that differs from static noise is where it lies.
+    """
+
+    share: float = 0.2
+    protection: float = 2.0
+
+    @property
+    def off(self) -> bool:
+        return self.share == 0 or self.protection == 1
+
+    def choose(self, model: nn.Module) -> tuple[int, ...]:
+        """The channels to spare, by the received model; none where the rule is off."""
+        return () if self.off else most_important(released_importance(model), self.share)
+
+    def geometry(self, layer: CamLayer, channels: tuple[int, ...]) -> Geometry:
+        """Weights of the CAM layer's convolution and norm, channel by channel."""
+        if self.off or not channels:
+            return PLAIN
+        spared = len(channels) / layer.channels
+        low = math.sqrt((1 - spared) + spared / self.protection**2)
+        weights = [low] * layer.channels
+        for k in channels:
+            weights[k] = low * self.protection
+        return Geometry({name: tuple(weights) for name in (*layer.convolution, *layer.norm)})
+
+
+def released_importance(model: nn.Module) -> Tensor:
+    """How much the classes differ in each channel: the length of its centred head weights.
+
+    Grad-CAM weighs channel k of class j by W_jk/(HW). What is common to all classes moves no
+    prediction, so it is taken off first.
+    """
+    head = head_weight_of(model)
+    if head is None:
+        raise UserError(
+            f"The network {type(model).__name__} has no head_layer whose weights tell which"
+            " channels matter: choose a network with global average pooling and one linear"
+            " layer, or another method."
+        )
+    weights = head.double()
+    return (weights - weights.mean(dim=0)).square().sum(dim=0).sqrt()
+
+
+def check_channels(model: nn.Module, method: str) -> None:
+    """Refuse a network in which no channel could be spared."""
+    require_trained(model, method)
+    released_importance(model)
+
+
+def round_geometry(model: nn.Module, rule: ChannelRule, channels: tuple[int, ...]) -> Geometry:
+    """The round's geometry, once its channels are chosen."""
+    return rule.geometry(cam_layer_of(model), channels)
 
 
 @dataclass(frozen=True)
@@ -24,11 +104,10 @@ class ChannelState:
 
 
 @dataclass(frozen=True)
-class ProtectedChannels:
+class ProtectedChannels(LocalMethod):
     name: str = "agp-dp"
-    private: bool = True
-    pooled: bool = False
-    uses: frozenset[str] = COMMON_KEYS | PRIVATE_KEYS | {"protected", "protection"}
+    title: str = "AGP with a guarantee"
+    parameters: type[Experiment] = ChannelParameters
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
         return plan_fixed(shape_of(experiment, units, own_rounds), self.name, experiment.accountant)
@@ -46,24 +125,18 @@ class ProtectedChannels:
 
     def step(
         self,
-        bench: Bench,
+        context: StepContext,
         step: int,
-        experiment: Experiment,
-        plan: Plan | None,
+        experiment: ChannelParameters,
+        plan: Plan,
         state: ChannelState,
     ) -> tuple[ChannelState, StepRecord]:
-        assert plan is not None
         rule = ChannelRule(experiment.protected, experiment.protection)
         if state.channels is None:  # the round's first step: the model is still the one received
-            state = ChannelState(rule.choose(bench.model))
+            state = ChannelState(rule.choose(context.model))
         assert state.channels is not None
-        bound = Bound(bench.clip, round_geometry(bench.model, rule, state.channels))
-        return state, dp_step(bench, step, sigma=plan.sigma_static, bound=bound)
-
-    def epsilon_paper(
-        self, experiment: Experiment, plan: Plan | None, state: ChannelState
-    ) -> float | None:
-        return None
+        bound = Bound(context.clip, round_geometry(context.model, rule, state.channels))
+        return state, dp_step(context, step, sigma=plan.sigma_static, bound=bound)
 
 
 AGP_DP = ProtectedChannels()

@@ -1,38 +1,33 @@
-"""What every method is to the rest of the house."""
+"""What every method is to the rest of the package."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from xcal.config import Experiment
+from xcal.config import Experiment, Positive, Share, Weight, key
+from xcal.dp.calibration import Plan, PlanShape
 from xcal.explain.signal import SignalSettings
-from xcal.privacy.calibration import Plan, PlanShape
-from xcal.training.central import ServerBench, Update
-from xcal.training.local import Bench, StepRecord
+from xcal.methods.context import StepContext, StepRecord
 
-# Keys that every method uses.
-COMMON_KEYS = frozenset(
-    "method data pixels train_images network norm output_stride head_reads train train_norm"
-    " weights clients participants rounds local_epochs average partition concentration"
-    " units_per_client keep_groups unit images_per_unit group_cap public_validation"
-    " public_validation_by noise paired batch lr optimizer"
-    " momentum validation_images road_images road_every road_test_images seed threads device"
-    " aggregation trim quorum round_timeout views augment average_steps chunk pass_rows keep_mb"
-    " preset".split()
-)
+if TYPE_CHECKING:
+    from xcal.methods.dp_fedavg import ServerContext, Update
+
+# What only a guarantee uses.
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "clip", "homes"})
-SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
+# Keys that every method uses.
+COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
 
 
 class Method(Protocol):
     """A method: which step, which schedule, which guarantee.
 
     A state is whatever the method remembers between steps: a frozen dataclass of plain values that
-    depend on releases only, or None. It lives in the client's home as JSON.
+    depend on releases only, or None. It lives in the client's folder as JSON. `LocalMethod` has
+    what most methods share.
     """
 
     @property
@@ -53,7 +48,7 @@ class Method(Protocol):
         """The experiment's keys that make a difference to it."""
         ...
 
-    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan | None:
+    def plan(self, experiment: Any, units: int, own_rounds: int) -> Plan | None:
         """The client's plan; None without a guarantee."""
         ...
 
@@ -64,14 +59,37 @@ class Method(Protocol):
     def begin_round(self, state: Any) -> Any: ...
 
     def step(
-        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: Any
+        self, context: StepContext, step: int, experiment: Any, plan: Any, state: Any
     ) -> tuple[Any, StepRecord]:
         """One step. Raises `BudgetExhausted` where the filter refuses it."""
         ...
 
-    def epsilon_paper(self, experiment: Experiment, plan: Plan | None, state: Any) -> float | None:
+    def epsilon_paper(self, experiment: Any, plan: Plan | None, state: Any) -> float | None:
         """ε by the paper's own accounting, where that exists."""
         ...
+
+
+class LocalMethod:
+    """What methods share whose guarantee, if any, is made at the client."""
+
+    private = True
+    pooled = False
+    parameters: type[Experiment] = Experiment
+    """The common keys and the method's own, each with type, default and help."""
+    ignores: frozenset[str] = frozenset()
+
+    @property
+    def uses(self) -> frozenset[str]:
+        return frozenset(self.parameters.model_fields) - self.ignores
+
+    def load_state(self, saved: dict[str, Any] | None) -> Any:
+        return None
+
+    def begin_round(self, state: Any) -> Any:
+        return state
+
+    def epsilon_paper(self, experiment: Any, plan: Plan | None, state: Any) -> float | None:
+        return None
 
 
 @runtime_checkable
@@ -81,18 +99,18 @@ class CentralMethod(Method, Protocol):
     Its clients send raw updates, so that it has no guarantee at record level against the server.
     """
 
-    def server_plan(self, experiment: Experiment, participants: int) -> Plan:
+    def server_plan(self, experiment: Any, participants: int) -> Plan:
         """The server's plan for rounds of `participants` clients; its unit is the client."""
         ...
 
-    def load_server_state(self, saved: dict[str, Any] | None, experiment: Experiment) -> Any:
+    def load_server_state(self, saved: dict[str, Any] | None, experiment: Any) -> Any:
         """The server's state from its saved form; the initial one from None."""
         ...
 
     def server_step(
         self,
-        bench: ServerBench,
-        experiment: Experiment,
+        context: ServerContext,
+        experiment: Any,
         plan: Plan,
         updates: Sequence[Update],
         state: Any,
@@ -102,12 +120,81 @@ class CentralMethod(Method, Protocol):
 
 
 @runtime_checkable
-class ChoosyMethod(Protocol):
+class ChecksNetwork(Protocol):
     """A method that some networks do not suit: they are refused before anything is charged."""
 
-    def check_network(self, network: nn.Module, experiment: Experiment) -> None:
+    def check_network(self, network: nn.Module, experiment: Any) -> None:
         """Raises `UserError` where the method cannot work with this network."""
         ...
+
+
+class SignalParameters(Experiment):
+    """The keys of the explanation signal, the paper's equation for one image's score."""
+
+    q: float = key(0.2, ge=1e-6, le=1, description="share of cells masked", travels=True)
+    alpha: Weight = key(1.0, description="weight of the logit change", travels=True)
+    beta: Weight = key(1.0, description="weight of the margin", travels=True)
+    gamma: Weight = key(1.0, description="exponent of concentration", travels=True)
+    fill: Literal["imagenet", "image-mean"] = key(
+        "imagenet", description="what masks cells", travels=True
+    )
+    tau: float | None = key(
+        None,
+        ge=1e-6,
+        le=1,
+        description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)",
+        travels=True,
+    )
+
+    def signal(self, *, positive_only: bool) -> SignalSettings:
+        return SignalSettings(
+            q=self.q,
+            alpha=self.alpha,
+            beta=self.beta,
+            gamma=self.gamma,
+            fill=self.fill,
+            positive_only=positive_only,
+        )
+
+
+SIGNAL_KEYS = frozenset(SignalParameters.model_fields) - frozenset(Experiment.model_fields)
+
+
+class BandParameters(Experiment):
+    """The paper's band of noise multipliers around the static one."""
+
+    rho: float = key(0.1, ge=0, lt=1, description="the signal's share of ε", travels=True)
+    band: Share = key(0.2, description="half-width b of the band", travels=True)
+
+
+class SparedParameters(Experiment):
+    """Channels of the CAM layer that get less noise than others, or none."""
+
+    protected: Share = key(
+        0.2,
+        description="share r of the CAM layer's channels, the most important, to be spared",
+        travels=True,
+    )
+
+
+class QuantileParameters(Experiment):
+    """A clipping norm that follows a quantile of the norms."""
+
+    quantile: float = key(
+        0.5,
+        gt=0,
+        lt=1,
+        description="share γ of the norms that the clipping norm should not cut",
+        travels=True,
+    )
+    clip_rate: float = key(
+        0.2,
+        gt=0,
+        le=2,
+        description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))",
+        travels=True,
+    )
+    kappa_b: Positive = key(5.0, description="price of the count: 1/(8κ²) more noise", travels=True)
 
 
 def clips_units(method: Method) -> bool:
@@ -134,15 +221,4 @@ def shape_of(experiment: Experiment, units: int, own_rounds: int) -> PlanShape:
         rounds=own_rounds,
         local_epochs=experiment.local_epochs,
         unit=experiment.privacy_unit,
-    )
-
-
-def signal_settings(experiment: Experiment, *, positive_only: bool) -> SignalSettings:
-    return SignalSettings(
-        q=experiment.q,
-        alpha=experiment.alpha,
-        beta=experiment.beta,
-        gamma=experiment.gamma,
-        fill=experiment.fill,
-        positive_only=positive_only,
     )

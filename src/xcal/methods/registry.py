@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from xcal.config import Experiment, nearest
+from xcal.dp.accounting import budget_at
+from xcal.dp.calibration import ODOMETER_SHARE, Plan
+from xcal.dp.pld import SIGMA_SLACK, delta_bound
 from xcal.errors import UserError
 from xcal.methods.adap_dpfl import ADAP_DPFL
 from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
@@ -12,14 +15,11 @@ from xcal.methods.agp import AGP
 from xcal.methods.agp_dp import AGP_DP
 from xcal.methods.base import CentralMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
+from xcal.methods.fl import CENTRALIZED, FL
 from xcal.methods.fl_dp import FL_DP
-from xcal.methods.plain import CENTRALIZED, FL
 from xcal.methods.xcal import XCAL
 from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
-from xcal.privacy.accounting import budget_at
-from xcal.privacy.calibration import ODOMETER_SHARE, Plan
-from xcal.privacy.pld import SIGMA_SLACK, delta_bound
 
 METHODS: dict[str, Method] = {
     m.name: m

@@ -2,50 +2,303 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from xcal.config import Experiment
-from xcal.methods.adaptive_clip import QUANTILE_KEYS, quantile_rule
-from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, SIGNAL_KEYS, shape_of, signal_settings
-from xcal.privacy.calibration import Plan, plan_xcal
-from xcal.training.geometry import ChannelRule, check_channels
-from xcal.training.local import Bench, StepRecord
-from xcal.training.xcal import XcalRule, XcalState, xcal_step
+from xcal.config import Experiment, Positive, Whole, key
+from xcal.dp.accounting import CostTable
+from xcal.dp.calibration import SCORE_SENSITIVITY, Plan, joint_factor, plan_xcal
+from xcal.dp.clipping import Bound, ClippedSum
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger.rows import Release
+from xcal.explain.signal import SignalSettings, scores
+from xcal.methods.adaptive_clip import (
+    QuantileRule,
+    contributing_units,
+    count_release,
+    quantile_rule,
+    release_fraction,
+)
+from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, round_geometry
+from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
+from xcal.methods.client_data import Batch, mean_by_unit
+from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.signal_step import broken_units, forward_with_components
+from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
 
-OUR_TAU = 0.05
+TAU = 0.05
+
+
+class XcalParameters(SignalParameters, ChannelParameters, QuantileParameters):
+    """The keys of `xcal`."""
+
+    w: float = key(0.5, ge=0, lt=1, description="how far the signal moves a share", travels=True)
+    kappa: Positive = key(5.0, description="price of the signal: 1/(2κ²) more noise", travels=True)
+    slow_tau: float = key(0.01, ge=1e-6, le=1, description="smoothing of s̄", travels=True)
+    reference: Literal["running", "absolute"] = key(
+        "running", description="what s is held against", travels=True
+    )
+    contrast: Positive = key(0.1, description="smallest Δ, the scale of s − s̄", travels=True)
+    signal_every: Whole = key(4, description="a signal every k-th step", travels=True)
+    signal_fraction: float = key(
+        1.0,
+        ge=1e-6,
+        le=1,
+        description="share p of the drawn units that enter the signal",
+        travels=True,
+    )
+    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = key(
+        "model",
+        description="the model, or what replaces it at the same cost, to see what it does",
+        travels=True,
+    )
+    geometry: Literal["none", "importance"] = key(
+        "none",
+        description="xcal: noise alike everywhere, or less on the channels that matter",
+        travels=True,
+    )
+    clipping: Literal["fixed", "quantile"] = key(
+        "fixed",
+        description="xcal: clip always to C, or follow a quantile of the norms",
+        travels=True,
+    )
 
 
 @dataclass(frozen=True)
-class OurXcal:
-    name: str = "xcal"
-    private: bool = True
-    pooled: bool = False
-    uses: frozenset[str] = (
-        COMMON_KEYS
-        | PRIVATE_KEYS
-        | SIGNAL_KEYS
-        | {"w", "kappa", "slow_tau", "reference", "contrast", "signal_every", "signal_fraction"}
-        | {"signal_source", "geometry", "protected", "protection", "clipping"}
-        | QUANTILE_KEYS
+class XcalRule:
+    """Public constants of our method (METHOD §4)."""
+
+    plan: Plan
+    signal: SignalSettings
+    tau: float = 0.05
+    slow_tau: float = 0.01
+    w: float = 0.5
+    kappa: float = 5.0
+    reference: str = "running"
+    contrast: float = 0.1
+    signal_every: int = 1
+    signal_fraction: float = 1.0
+    with_signal: bool = True
+    source: str = "model"  # or what stands in the signal's place: a constant, noise, a schedule
+    channels: ChannelRule | None = None  # where the noise goes; None: alike everywhere
+    quantile: QuantileRule | None = None  # how C follows the norms; None: it is fixed
+
+
+@dataclass(frozen=True)
+class XcalState:
+    """What our method remembers between steps: functions of releases. Lives with the budget."""
+
+    fast: float = 0.0  # exponential averages of the released mean, started at 0 …
+    slow: float = 0.0
+    signals: int = 0  # … and corrected by how many releases they hold
+    clip: float | None = None  # C of the next step, where it follows a quantile
+    channels: tuple[int, ...] | None = None  # spared in this round, by the weights received
+
+    def updated(self, mean: float, rule: XcalRule) -> XcalState:
+        return replace(
+            self,
+            fast=(1 - rule.tau) * self.fast + rule.tau * mean,
+            slow=(1 - rule.slow_tau) * self.slow + rule.slow_tau * mean,
+            signals=self.signals + 1,
+        )
+
+    def new_round(self) -> XcalState:
+        return replace(self, channels=None)  # all else lives on
+
+
+def smoothing_noise(rule: XcalRule) -> float:
+    """Deviation of s − s̄ that comes from the signal's own noise: known beforehand."""
+    assert rule.plan.sigma_signal is not None
+    one = rule.plan.sigma_signal / (rule.signal_fraction * rule.plan.batch)
+    a, b = rule.tau, rule.slow_tau
+    variance = a / (2 - a) + b / (2 - b) - 2 * a * b / (1 - (1 - a) * (1 - b))
+    return one * math.sqrt(max(variance, 0.0))
+
+
+def share_factor(state: XcalState, rule: XcalRule) -> float:
+    """m: how much more or less than an even share the next step may spend."""
+    if not rule.with_signal or rule.w == 0 or state.signals < 1 / rule.tau:
+        return 1.0
+    s = state.fast / (1 - (1 - rule.tau) ** state.signals)
+    # Smoothed first, clipped only here, where it is used.
+    s = min(max(s, 0.0), 1.0)
+    if rule.reference == "absolute":
+        return 1 + rule.w * (2 * s - 1)
+    usual = state.slow / (1 - (1 - rule.slow_tau) ** state.signals)
+    usual = min(max(usual, 0.0), 1.0)
+    contrast = max(rule.contrast, 3 * smoothing_noise(rule))
+    return 1 + rule.w * min(max((s - usual) / contrast, -1.0), 1.0)
+
+
+# Public schedules by the sign of their shares' slope; named after the noise, which goes against it.
+SCHEDULES = {"decay": 1, "rise": -1}
+
+
+def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
+    """m of a public schedule: shares go from 1 ∓ w to 1 ± w on a line, R in all."""
+    total = rule.plan.steps
+    now = total - steps_left
+    slope = SCHEDULES[rule.source] * rule.w
+
+    def height(step: float) -> float:
+        return 1 + slope * (2 * (step + 0.5) / total - 1)
+
+    # Heights lie on a line, so those still to come have the mean of the first and the last.
+    return height(now) / ((height(now) + height(total - 1)) / 2)
+
+
+def next_effective_sigma(
+    state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
+) -> tuple[float, float]:
+    """The next step's σ_eff and its cost, from releases and public constants only (METHOD §4.5)."""
+    left = rule.plan.budget - spent
+    scheduled = rule.source in SCHEDULES
+    factor = scheduled_factor(rule, steps_left) if scheduled else share_factor(state, rule)
+    share = min(left / max(steps_left, 1) * factor, left)
+    k = table.cheapest_within(share)
+    if k is None:
+        raise BudgetExhausted("what is left pays for no step of the grid")
+    return float(table.sigmas[k]), float(table.costs[k])
+
+
+def next_bound(context: StepContext, rule: XcalRule, state: XcalState) -> tuple[XcalState, Bound]:
+    """C and D of the next step, from earlier releases and the round's received weights only."""
+    clip = context.clip
+    if rule.quantile is not None:
+        clip = rule.quantile.start if state.clip is None else state.clip
+    if rule.channels is None:
+        return state, Bound(clip)
+    if state.channels is None:  # the round's first step: the model is still the one received
+        state = replace(state, channels=rule.channels.choose(context.model))
+    assert state.channels is not None
+    return state, Bound(clip, round_geometry(context.model, rule.channels, state.channels))
+
+
+def xcal_step(
+    context: StepContext, step: int, rule: XcalRule, state: XcalState
+) -> tuple[XcalState, StepRecord]:
+    """One step of our method: one joint release of gradient, signal and count, used one step later.
+
+    Where the noise goes and how C is chosen are parts of the rule, each of them optional.
+    """
+    assert context.account is not None
+    plan, table = rule.plan, rule.plan.table()
+    number = context.first_step + step
+
+    # 0. What one unit may contribute, and where the noise goes: C and D.
+    state, bound = next_bound(context, rule, state)
+
+    # 1. σ is fixed by what was released before this step: the signal read here acts on the next.
+    carries_signal = rule.with_signal and number % rule.signal_every == 0
+    sigma_eff, _ = next_effective_sigma(
+        state, rule, context.account.filter.spent, plan.steps - number, table
+    )
+    kappa_b = None if rule.quantile is None else rule.quantile.kappa_b
+    sigma = sigma_eff * joint_factor(rule.kappa if carries_signal else None, kappa_b)
+    sigma_signal = rule.kappa * SCORE_SENSITIVITY * sigma
+    sigma_count = None if kappa_b is None else kappa_b * sigma
+    releases = [gradient_release(bound, sigma)]
+    if carries_signal:
+        releases.append(Release("signal", sigma_signal, SCORE_SENSITIVITY))
+    if sigma_count is not None:
+        releases.append(count_release(sigma_count))
+
+    # 2. Charge, durably: one subsampled Gaussian, 1/σ_eff² = 1/σ² + Δ_u²/σ_s² + 1/(2σ_b)².
+    charged = context.charge(
+        step,
+        tuple(releases),
+        sigma_eff,
+        settings=(
+            (sigma, sigma_signal, sigma_count),
+            (bound.norm, bound.geometry.digest()),
+            (carries_signal, rule.signal, rule.source),
+        ),
+        priced=table,
     )
 
-    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
+    # 3. One Poisson batch gives all: clipped gradients, their norms, the score of every unit.
+    batch = charged.draw(context.data)
+    if carries_signal and rule.source == "model":
+        sums, centred, counted = _gradient_and_scores(context, step, batch, rule, bound)
+    else:  # a replaced signal costs the same and says nothing of the images
+        sums, centred = clipped_sum(context, batch, bound), 0.0
+        counted = contributing_units(sums, batch)
+
+    # 4. Release them; the optimiser, the averages and the next C see nothing else.
+    mean = None
+    if carries_signal:
+        mean = 0.5 + charged.release_scalar("signal", centred) / (
+            rule.signal_fraction * context.batch
+        )
+        mean = 0.5 if rule.source == "constant" else mean
+        state = state.updated(mean, rule)
+    if rule.quantile is not None:
+        fraction = release_fraction(context, charged, sums, counted)
+        state = replace(state, clip=rule.quantile.following(bound.norm, fraction))
+    release_gradient(context, charged, sums)
+    return state, StepRecord(
+        context.round,
+        step,
+        sigma,
+        mean,
+        context.share_spent,
+        clip=None if rule.quantile is None else bound.norm,
+    )
+
+
+def _gradient_and_scores(
+    context: StepContext, step: int, batch: Batch, rule: XcalRule, bound: Bound
+) -> tuple[ClippedSum, float, NDArray[np.bool_]]:
+    """The clipped sum, Σ(u − ½) over the units that enter the signal, and which units count.
+
+    A unit whose gradient or score is not finite contributes exactly 0 to everything.
+    """
+    entering = np.ones(batch.n_units, dtype=bool)
+    if rule.signal_fraction < 1:
+        uniforms = context.noise.uniforms(context.key(step, "entering"), batch.n_units)
+        entering = uniforms < rule.signal_fraction
+    sums, parts, chosen = forward_with_components(context, batch, entering, rule.signal, bound)
+    u = scores(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
+    broken = broken_units(sums, parts, batch, chosen)
+    if bool((broken & ~sums.dropped.cpu().numpy()).any()):
+        bad = torch.from_numpy(broken).to(batch.units.device)
+        sums = clipped_sum(context, batch.without(bad), bound)
+    by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
+    counted = contributing_units(sums, batch) & ~broken
+    return sums, centred_sum(by_unit, entering & counted), counted
+
+
+def centred_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
+    """Σ(u − ½) over the counted units: zeroing one unit moves it by at most ½."""
+    return float((np.clip(by_unit, 0.0, 1.0) - 0.5)[counted].sum())
+
+
+@dataclass(frozen=True)
+class OurXcal(LocalMethod):
+    name: str = "xcal"
+    title: str = "XCal-FL"
+    parameters: type[Experiment] = XcalParameters
+
+    def plan(self, experiment: XcalParameters, units: int, own_rounds: int) -> Plan:
         shape = shape_of(experiment, units, own_rounds)
         kappa_b = experiment.kappa_b if experiment.clipping == "quantile" else None
         return plan_xcal(shape, kappa=experiment.kappa, w=experiment.w, kappa_b=kappa_b)
 
-    def check_network(self, network: nn.Module, experiment: Experiment) -> None:
+    def check_network(self, network: nn.Module, experiment: XcalParameters) -> None:
         if experiment.geometry == "importance":
             check_channels(network, "geometry = 'importance'")
 
-    def rule(self, experiment: Experiment, plan: Plan) -> XcalRule:
+    def rule(self, experiment: XcalParameters, plan: Plan) -> XcalRule:
         return XcalRule(
             plan,
-            signal_settings(experiment, positive_only=True),
-            tau=OUR_TAU if experiment.tau is None else experiment.tau,
+            experiment.signal(positive_only=True),
+            tau=TAU if experiment.tau is None else experiment.tau,
             slow_tau=experiment.slow_tau,
             w=experiment.w,
             kappa=experiment.kappa,
@@ -70,15 +323,14 @@ class OurXcal:
         return state.new_round()  # s and C live as long as the budget
 
     def step(
-        self, bench: Bench, step: int, experiment: Experiment, plan: Plan | None, state: XcalState
+        self,
+        context: StepContext,
+        step: int,
+        experiment: XcalParameters,
+        plan: Plan,
+        state: XcalState,
     ) -> tuple[XcalState, StepRecord]:
-        assert plan is not None
-        return xcal_step(bench, step, self.rule(experiment, plan), state)
-
-    def epsilon_paper(
-        self, experiment: Experiment, plan: Plan | None, state: XcalState
-    ) -> float | None:
-        return None
+        return xcal_step(context, step, self.rule(experiment, plan), state)
 
 
 XCAL = OurXcal()

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xcal.data.sampling import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadResult, RoadSettings, road
 from xcal.explain.signal import mask_images, top_cells
+from xcal.methods.base import SignalParameters
 from xcal.report.pictures import Picture
 from xcal.report.runs import LoadedRun
 
@@ -80,8 +81,10 @@ def _explain(
     first = int(probabilities.argmax())
     maps = gradcam_maps(run.model, inputs, torch.tensor([first]), method=method)
     # Cells without any saliency are never covered, whatever the run's own method does.
-    cells = top_cells(maps, run.experiment.q, positive_only=True)
-    masked = mask_images(inputs, cells, run.experiment.fill)
+    asked = run.experiment
+    assert isinstance(asked, SignalParameters)
+    cells = top_cells(maps, asked.q, positive_only=True)
+    masked = mask_images(inputs, cells, asked.fill)
     after = _softmax(predict_logits(run.model, masked))
     curve = road(run.model, inputs, maps, settings, classes=torch.tensor([first]))
     confidence = float(probabilities[first])

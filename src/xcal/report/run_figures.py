@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.overlay import overlay, picture
 from xcal.federation.files import read_json

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from xcal.config import Experiment, read_pinned
+from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.errors import UserError
+from xcal.experiments import read_pinned
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED, may_measure

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from xcal.data import catalog
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
 from xcal.data.store import known_names
 from xcal.errors import UserError
 from xcal.explain.overlay import overlay, picture

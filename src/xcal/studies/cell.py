@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from xcal.data.images import Images
-from xcal.data.sampling import to_tensor
+from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits

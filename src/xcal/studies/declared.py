@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xcal.config import KEYS, nearest
+from xcal.config import nearest
 from xcal.errors import UserError
+from xcal.experiments import KEYS
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.methods.registry import get_method
 from xcal.studies.grid import (

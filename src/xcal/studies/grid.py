@@ -10,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import BEFORE_THE_KEY, Experiment, make_experiment, nearest
+from xcal.config import Experiment, nearest
 from xcal.errors import UserError
+from xcal.experiments import BEFORE_THE_KEY, make_experiment
 
 # Methods whose noise no ε decides: one run serves every ε.
 WITHOUT_EPSILON = ("centralized", "fl")

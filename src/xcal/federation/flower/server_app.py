@@ -15,8 +15,8 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from xcal.config import load_experiment
 from xcal.errors import UserError
+from xcal.experiments import load_experiment
 from xcal.federation.coordinator import Progress, Silent
 from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.carrier import GridCarrier

@@ -11,8 +11,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.app_common.workflows.model_controller import ModelController
 
-from xcal.config import make_experiment
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation.coordinator import Silent
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xcal.config import make_experiment, read_toml
 from xcal.errors import UserError
+from xcal.experiments import make_experiment, read_toml
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.parties import Invitation, Party, read_federation
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from xcal.config import load_experiment
 from xcal.errors import UserError
+from xcal.experiments import load_experiment
 from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
 from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job

@@ -1,0 +1,1 @@
+"""Differential privacy for any torch training: it knows no experiment, method or explanation."""

@@ -1,0 +1,23 @@
+"""Sums of clipped per-unit gradients from one forward and one backward pass.
+
+`engine.py` is what the rest of the project uses. During the forward pass `recorder.py` puts the
+stand-ins of `layers.py` in the place of the few operations that hold trainable parameters; during
+the backward pass these leave in a `tape.Tape` what is needed to know each unit's gradient norm
+and, once the clipping factors are known, to form the weighted sum without a second backward pass.
+`geometry.py` says in which norm units are clipped, `convolution.py` is the arithmetic,
+`reference.py` the slow definition that all of it must equal.
+"""
+
+from __future__ import annotations
+
+from xcal.dp.clipping.engine import ClippedSum, ClippingEngine, joined
+from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
+
+__all__ = [
+    "PLAIN",
+    "Bound",
+    "ClippedSum",
+    "ClippingEngine",
+    "Geometry",
+    "joined",
+]

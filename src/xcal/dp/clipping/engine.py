@@ -1,0 +1,468 @@
+"""The clipping engine: what a private step asks of a network, in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
+from xcal.dp.clipping.recorder import Recorded, record
+from xcal.dp.clipping.tape import Units
+from xcal.dp.padding import filled_up
+from xcal.errors import UserError
+
+# A module of another kind may stand in the network, but nothing in it may train.
+_TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
+
+# Norms in float32 carry rounding errors; clipping this much lower keeps the promise all the same.
+_FLOAT32_MARGIN = 1e-3
+
+# Far from the smallest number with all its bits, 2^-126, also after a geometry's weights.
+_SMALLEST_FACTOR = 2.0**-100
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """One batch's clipped gradient sum, and what its forward pass showed on the way.
+
+    Everything here is private: only `gradients`, after noise, may leave the step.
+    """
+
+    gradients: dict[str, Tensor]
+    """Sum over units of clipped unit gradients, scaled by `bound.geometry`, by parameter name."""
+    logits: Tensor
+    """Per image, in the order given, detached."""
+    features: Tensor | None
+    """Per image, the output of the module named by `capture`, detached."""
+    norms: Tensor
+    """Per unit, scaled, before clipping, in float64; not to be trusted where `dropped`."""
+    dropped: Tensor
+    """Per unit, true where something was not finite: the unit contributed exactly 0."""
+    bound: Bound
+    """What each unit was held to: the sensitivity of `gradients`."""
+
+    def of_units(self, numbers: Tensor, count: int) -> ClippedSum:
+        """The same, its units by their `numbers` among `count`; those that are not there have 0."""
+        if len(self.norms) == count:
+            return self
+        norms, dropped = self.norms.new_zeros(count), self.dropped.new_zeros(count)
+        norms[numbers], dropped[numbers] = self.norms, self.dropped
+        return replace(self, norms=norms, dropped=dropped)
+
+
+def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
+    """The sum of one batch that was given in parts, each of whole units, in the units' order."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.bound != parts[0].bound for part in parts):
+        raise ValueError("the parts of one batch were clipped to different bounds")
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        _add(total, part.gradients)
+    total = {name: value.to(parts[0].gradients[name].dtype) for name, value in total.items()}
+    shown = [part.features for part in parts if part.features is not None]
+    return ClippedSum(
+        total,
+        torch.cat([part.logits for part in parts]),
+        torch.cat(shown) if shown else None,
+        torch.cat([part.norms for part in parts]),
+        torch.cat([part.dropped for part in parts]),
+        parts[0].bound,
+    )
+
+
+def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Sums of many parts are kept in float64: their roundings may all go the same way."""
+    for name, gradient in gradients.items():
+        total[name] = total[name].add_(gradient) if name in total else gradient.double()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Images with their labels and the weight of each one's loss within its unit."""
+
+    images: Tensor
+    labels: Tensor
+    weights: Tensor
+    units: Units
+    forward: Callable[[Tensor], Tensor] | None = None
+
+    def take(self, image_ids: Tensor, units: Units) -> _Batch:
+        return _Batch(
+            self.images[image_ids],
+            self.labels[image_ids],
+            self.weights[image_ids],
+            units,
+            self.forward,
+        )
+
+    def of_rows(self, rows: int) -> _Batch:
+        """Exactly `rows` images and as many units, in the order of those with images, then others.
+
+        What is filled up are copies of an image, each a unit of its own.
+        """
+        of_image = self.units.of_image
+        if of_image is not None:
+            _, of_image = torch.unique(of_image, return_inverse=True)
+            added = torch.arange(rows - len(of_image), device=of_image.device)
+            of_image = torch.cat([of_image, added + int(of_image.max()) + 1])
+        return _Batch(
+            filled_up(self.images, rows),
+            filled_up(self.labels, rows),
+            filled_up(self.weights, rows),
+            Units(rows, of_image, alike=True),
+            self.forward,
+        )
+
+    def present(self) -> Tensor:
+        """The numbers of the units that have images."""
+        if self.units.of_image is None:
+            return torch.arange(self.units.count, device=self.images.device)
+        present: Tensor = torch.unique(self.units.of_image)
+        return present
+
+
+class ClippingEngine:
+    """Sums of clipped per-unit gradients of a network's mean cross-entropy.
+
+    Guaranteed: each unit moves the sum by at most `clip` in Euclidean norm over all trainable
+    parameters together, whatever its images hold, as long as the network treats the images of a
+    batch independently. Networks that cannot be clipped right are refused with a `UserError` that
+    names the module. The network is left as found: hooks, modes, gradients and statistics.
+
+    `chunk` bounds the images that go through the network at once; a larger batch, or a larger
+    unit, is worked through in parts with the same result.
+
+    Libraries round an image's numbers differently in batches of other sizes. With `rows` every pass
+    takes exactly so many (at most `chunk`), filled up with copies of one of its images that count
+    for nothing, so that what a unit contributes does not depend on how many others were drawn; see
+    `passes` for what this rests on.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk: int = 256, rows: int = 0) -> None:
+        if chunk < 1:
+            raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
+        _refuse_unsupported(model)
+        self._model = model
+        self._rows = min(rows, chunk)
+        self._chunk = self._rows or chunk
+
+    def clipped_sum(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        clip: float,
+        geometry: Geometry = PLAIN,
+        units: Tensor | None = None,
+        n_units: int | None = None,
+        capture: str | None = None,
+        forward: Callable[[Tensor], Tensor] | None = None,
+    ) -> ClippedSum:
+        """The sum over units of their gradients, each scaled down to norm `clip` if longer.
+
+        With a `geometry` D all of it is in the scaled space: the sum of Dg · min(1, clip/‖Dg‖).
+
+        `units[i]`, in 0 … n_units - 1, is the unit of image i (default: each image its own). A
+        unit's gradient is that of the mean cross-entropy of its images. `clip` may be infinite.
+        In float32 units are clipped to clip/(1 + 1e-3), so that rounding cannot carry them past
+        `clip`; in float64 to `clip` itself. A unit with anything not finite, or with a label that
+        is no class, contributes exactly 0. A batch may be empty.
+
+        `forward` gives the logits where `images` are not the network's input but what its frozen
+        beginning made of it, image by image.
+        """
+        if not clip > 0:
+            raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
+        _refuse_unsupported(self._model)
+        geometry.check(self._model)
+        bound = Bound(clip, geometry)
+        batch = _checked_batch(images, labels, units, n_units, simplify=not self._rows)
+        batch = replace(batch, forward=forward)
+        if images.is_cuda:
+            # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                return self._clip(batch, bound, capture)
+        return self._clip(batch, bound, capture)
+
+    def _clip(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        if not len(batch.images):
+            return self._of_nobody(batch, bound, capture)
+        if len(batch.images) <= self._chunk:
+            return self._clip_together(batch, bound, capture)
+        return self._clip_in_chunks(batch, bound, capture)
+
+    def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> Recorded:
+        """One pass. With fixed rows, the book has the units of `_Batch.of_rows`."""
+        count = len(batch.images)
+        if self._rows:
+            batch = batch.of_rows(self._rows)
+        seen = record(
+            self._model,
+            batch.images,
+            batch.labels,
+            batch.weights,
+            batch.units,
+            geometry=bound.geometry,
+            capture=capture,
+            forward=batch.forward,
+        )
+        if len(batch.images) == count:
+            return seen
+        return Recorded(
+            seen.book,
+            seen.logits[:count],
+            None if seen.features is None else seen.features[:count],
+            seen.finite[:count],
+        )
+
+    def _clip_together(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        """One pass over the whole batch; a second one without the dropped units if there are."""
+        units = batch.units
+        seen = self._record(batch, bound, capture)
+        norms = measured = seen.book.squared_norms().sqrt()
+        if self._rows:
+            present = batch.present()
+            norms = measured.new_zeros(units.count)
+            norms[present] = measured[: len(present)]
+        dropped = ~torch.isfinite(norms) | units.any_image(~seen.finite)
+        if dropped.any():
+            gradients, dropped = self._without(batch, dropped, bound)
+        else:
+            limit = bound.norm / (1 + _margin(seen.logits.dtype))
+            factors = _factors(limit, measured)
+            if self._rows:
+                factors[len(present) :] = 0  # copies of an image that is finite: nothing is left
+            gradients = seen.book.weighted_sum(factors)
+        return ClippedSum(
+            self._every_parameter(gradients), seen.logits, seen.features, norms, dropped, bound
+        )
+
+    def _without(
+        self, batch: _Batch, dropped: Tensor, bound: Bound
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The sum over the other units, computed anew: 0 x NaN is not 0.
+
+        Dropping is repeated until nothing that is not finite is left.
+        """
+        kept = torch.nonzero(~dropped).squeeze(1)
+        image_ids = torch.nonzero(batch.units.per_image(~dropped)).squeeze(1)
+        if not len(image_ids):
+            return {}, dropped
+        renumbered = torch.cumsum(~dropped, 0) - 1
+        of_image = batch.units.of_image
+        units = Units(len(kept), None if of_image is None else renumbered[of_image[image_ids]])
+        rest = self._clip_together(batch.take(image_ids, units), bound, None)
+        dropped = dropped.clone()
+        dropped[kept] = rest.dropped
+        return rest.gradients, dropped
+
+    def _clip_in_chunks(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        """Chunk after chunk, a unit's images always together."""
+        total: dict[str, Tensor] = {}
+        norms = batch.images.new_zeros(batch.units.count, dtype=torch.float64)
+        dropped = torch.zeros_like(norms, dtype=torch.bool)
+        order, logits, features = [], [], []
+        for image_ids, unit_ids, units in _chunks(batch.units, len(batch.images), self._chunk):
+            part = batch.take(image_ids, units)
+            if len(image_ids) > self._chunk:
+                one = self._clip_large_unit(part, bound, capture)
+            else:
+                one = self._clip_together(part, bound, capture)
+            _add(total, one.gradients)
+            norms[unit_ids], dropped[unit_ids] = one.norms, one.dropped
+            order.append(image_ids)
+            logits.append(one.logits)
+            features.append(one.features)
+        back = torch.argsort(torch.cat(order))
+        shown = [part for part in features if part is not None]
+        return ClippedSum(
+            {name: value.to(batch.images.dtype) for name, value in total.items()},
+            torch.cat(logits)[back],
+            torch.cat(shown)[back] if shown else None,
+            norms,
+            dropped,
+            bound,
+        )
+
+    def _clip_large_unit(self, unit: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        """A single unit with more images than a chunk: gradients add up first, then are clipped."""
+        total: dict[str, Tensor] = {}
+        finite, logits, features = True, [], []
+        everyone = torch.arange(len(unit.images), device=unit.images.device)
+        for ids in torch.split(everyone, self._chunk):
+            part = unit.take(ids, Units(1, torch.zeros_like(ids)))
+            seen = self._record(part, bound, capture)
+            finite = finite and bool(seen.finite.all())
+            own = torch.zeros(seen.book.units.count, dtype=torch.float64, device=ids.device)
+            own[0] = 1
+            for name, gradient in seen.book.weighted_sum(own).items():
+                total[name] = total[name].add_(gradient) if name in total else gradient
+            logits.append(seen.logits)
+            features.append(seen.features)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in total.values()))
+        dropped = not (finite and math.isfinite(norm))
+        if dropped:
+            total = {}
+        elif norm > 0:
+            limit = bound.norm / (1 + _margin(logits[0].dtype))
+            factor = float(_factors(limit, torch.tensor(norm, dtype=torch.float64)))
+            total = {name: gradient * factor for name, gradient in total.items()}
+        shown = [part for part in features if part is not None]
+        device = unit.images.device
+        return ClippedSum(
+            self._every_parameter(total),
+            torch.cat(logits),
+            torch.cat(shown) if shown else None,
+            torch.tensor([norm], dtype=torch.float64, device=device),
+            torch.tensor([dropped], device=device),
+            bound,
+        )
+
+    def _of_nobody(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+        """Zeros, with the shapes that a blank image of the same size shows."""
+        blank = batch.images.new_zeros(1, *batch.images.shape[1:])
+        nobody = batch.units.count
+        single = _Batch(
+            blank, batch.labels.new_zeros(1), blank.new_ones(1), Units(1), batch.forward
+        )
+        one = self._clip_together(single, bound, capture)
+        return replace(
+            one,
+            gradients=self._every_parameter({}),
+            logits=one.logits[:0],
+            features=None if one.features is None else one.features[:0],
+            norms=one.norms.new_zeros(nobody),
+            dropped=one.dropped.new_zeros(nobody),
+        )
+
+    def _every_parameter(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """In the network's own order and shapes, zeros for parameters the loss did not reach."""
+        return {
+            name: (
+                gradients[name].view(parameter.shape)
+                if name in gradients
+                else torch.zeros_like(parameter, requires_grad=False)
+            )
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def _factors(limit: float, norms: Tensor) -> Tensor:
+    """What each unit's gradient is multiplied by, in float64.
+
+    In float32 a very small factor has few bits left, and rounding it up could double a unit: one
+    that would be scaled down so far contributes nothing.
+    """
+    factors = (limit / norms).clamp_max(1)
+    return torch.where(factors < _SMALLEST_FACTOR, 0.0, factors)
+
+
+def _margin(dtype: torch.dtype) -> float:
+    return 0.0 if dtype == torch.float64 else _FLOAT32_MARGIN
+
+
+def _checked_batch(
+    images: Tensor,
+    labels: Tensor,
+    units: Tensor | None,
+    n_units: int | None,
+    *,
+    simplify: bool,
+) -> _Batch:
+    """With `simplify`, units that happen to have one image each are treated as if all did.
+
+    That spares time, and it depends on who was drawn.
+    """
+    count = len(images)
+    if labels.shape != (count,):
+        raise UserError(
+            f"{count} images come with labels of shape {tuple(labels.shape)}: give one class "
+            "number per image"
+        )
+    images, labels = images.detach(), labels.long()
+    if units is None:
+        if n_units not in (None, count):
+            raise UserError(f"n_units is {n_units} for {count} images: say which unit each is of")
+        return _Batch(images, labels, images.new_ones(count), Units(count))
+    if units.shape != (count,):
+        raise UserError(
+            f"{count} images come with units of shape {tuple(units.shape)}: give one unit number "
+            "per image"
+        )
+    units = units.long()
+    highest = int(units.max()) + 1 if count else 0
+    declared = highest if n_units is None else n_units
+    if highest > declared or (count and int(units.min()) < 0):
+        raise UserError(f"unit numbers must lie in 0 ... n_units - 1 = {declared - 1}")
+    if (
+        simplify
+        and declared == count
+        and torch.equal(units, torch.arange(count, device=units.device))
+    ):
+        return _Batch(images, labels, images.new_ones(count), Units(count))
+    sizes = torch.bincount(units, minlength=declared)
+    return _Batch(images, labels, 1 / sizes.to(images.dtype)[units], Units(declared, units))
+
+
+def _chunks(units: Units, images: int, limit: int) -> Iterator[tuple[Tensor, Tensor, Units]]:
+    """(image ids, unit ids, their units renumbered): at most `limit` images, or one larger unit."""
+    if units.of_image is None:
+        for ids in torch.split(torch.arange(images), limit):
+            yield ids, ids, Units(len(ids))
+        return
+    sizes = torch.bincount(units.of_image, minlength=units.count)
+    order = torch.argsort(units.of_image, stable=True)
+    ends = torch.cumsum(sizes, 0)
+    filled = sizes.tolist()
+    start = 0
+    while start < units.count:
+        stop, size = start + 1, filled[start]
+        while stop < units.count and size + filled[stop] <= limit:
+            size += filled[stop]
+            stop += 1
+        first = int(ends[start]) - filled[start]
+        image_ids = order[first : first + size]
+        if size:
+            local = Units(stop - start, units.of_image[image_ids] - start)
+            yield image_ids, torch.arange(start, stop, device=order.device), local
+        start = stop
+
+
+def _draws(module: nn.Module) -> bool:
+    return not isinstance(module, _DropoutNd) or module.p > 0
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
+    for name, module in model.named_modules():
+        where = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+        if isinstance(module, _NormBase):
+            pooled = isinstance(module, _BatchNorm) and module.running_mean is None
+            learning = module.training and module.running_mean is not None
+            if pooled or learning or (isinstance(module, _BatchNorm) and module.training):
+                raise UserError(
+                    f"{where} takes statistics from the batch, which mixes people's data: put it "
+                    "in evaluation mode (norm = frozen), or use group norm"
+                )
+        if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
+            raise UserError(
+                f"{where} draws at random inside the network, which a redone step could not draw "
+                "again: remove it, or put it in evaluation mode"
+            )
+        trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if trainable and not isinstance(module, _TRAINABLE_KINDS):
+            raise UserError(
+                f"{where} trains parameter {trainable[0]!r} but has no per-sample gradient rule: "
+                "freeze it (requires_grad = False), or use Conv2d, Linear or GroupNorm"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise UserError(f"parameter {name!r} is {parameter.dtype}: train in float32 or float64")

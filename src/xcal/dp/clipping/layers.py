@@ -1,0 +1,197 @@
+"""The stand-ins: autograd functions that keep the gradients of their parameters apart by image.
+
+Each computes what the library's own operation computes. Backward, each hands on the gradient of
+its input only and leaves those of its parameters in a `Book`, under their `names` (None: frozen).
+The anchor is an input without influence; it makes the output require a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xcal.dp.clipping.convolution import (
+    ConvShape,
+    forward,
+    gram_is_cheaper,
+    input_gradient,
+    per_image_weight_gradient,
+    without_skipped_pixels,
+)
+from xcal.dp.clipping.tape import Book
+
+
+def apply(
+    function: type[torch.autograd.Function],
+    x: Tensor,
+    anchor: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *rest: object,
+) -> Tensor:
+    """Call a stand-in with the parameters cut from the graph."""
+    weight = None if weight is None else weight.detach()
+    bias = None if bias is None else bias.detach()
+    run: Callable[..., Tensor] = function.apply
+    return run(x, anchor, weight, bias, *rest)
+
+
+class Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shape: ConvShape,
+        names: tuple[str | None, str | None],
+        book: Book,
+    ) -> Tensor:
+        y, patches = forward(x, weight, bias, shape)
+        ctx.save_for_backward(x, weight, patches)
+        ctx.shape, ctx.names, ctx.book = shape, names, book
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, patches = ctx.saved_tensors
+        shape, book = ctx.shape, ctx.book
+        weight_name, bias_name = ctx.names
+        if bias_name is not None:
+            book.add_rows(bias_name, g.sum((2, 3)))
+        if weight_name is not None:
+            read, reading = without_skipped_pixels(x, shape)
+            scaled = book.by_channel(weight_name, g)
+            if gram_is_cheaper(g, read, reading):
+                book.add_pair(weight_name, scaled, read, reading, patches)
+            else:
+                book.add_parts(weight_name, per_image_weight_gradient(scaled, read, reading))
+        onward = input_gradient(g, x, weight, shape) if ctx.needs_input_grad[0] else None
+        return onward, None, None, None, None, None, None
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        names: tuple[str | None, str | None],
+        book: Book,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.names, ctx.book = names, book
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        weight_name, bias_name = ctx.names
+        if bias_name is not None:
+            ctx.book.add_rows(bias_name, g)
+        if weight_name is not None:
+            shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
+            scaled = ctx.book.by_channel(weight_name, g)
+            ctx.book.add_pair(weight_name, scaled[:, :, None, None], x[:, :, None, None], shape)
+        return (g @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
+
+
+class GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        groups: int,
+        eps: float,
+        names: tuple[str | None, str | None],
+        book: Book,
+    ) -> Tensor:
+        batch, channels = x.shape[:2]
+        x = x.contiguous()
+        pixels = x[0, 0].numel() if batch else 0
+        y, mean, rstd = torch.native_group_norm(
+            x, weight, bias, batch, channels, pixels, groups, eps
+        )
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.groups, ctx.names, ctx.book = groups, names, book
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        weight_name, bias_name = ctx.names
+        batch, channels = x.shape[:2]
+        # As one image of batch x channels channels, the library's sums over images fall away and
+        # what it returns for the affine map is per image.
+        onward, scale_rows, shift_rows = torch.ops.aten.native_group_norm_backward(
+            g.contiguous().view(1, batch * channels, -1),
+            x.view(1, batch * channels, -1),
+            mean.view(1, -1),
+            rstd.view(1, -1),
+            None if weight is None else weight.repeat(batch),
+            1,
+            batch * channels,
+            x[0, 0].numel(),
+            batch * ctx.groups,
+            [bool(ctx.needs_input_grad[0]), weight_name is not None, bias_name is not None],
+        )
+        if weight_name is not None:
+            ctx.book.add_rows(weight_name, scale_rows.view(batch, channels))
+        if bias_name is not None:
+            ctx.book.add_rows(bias_name, shift_rows.view(batch, channels))
+        onward = onward.view(x.shape) if ctx.needs_input_grad[0] else None
+        return onward, None, None, None, None, None, None, None
+
+
+class FrozenNorm(torch.autograd.Function):
+    """Batch norm with fixed statistics: an affine map of each channel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        names: tuple[str | None, str | None],
+        book: Book,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
+        ctx.names, ctx.book = names, book
+        return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        weight_name, bias_name = ctx.names
+        per_channel = (1, -1, *([1] * (x.dim() - 2)))
+        pixels = tuple(range(2, x.dim()))
+        if weight_name is not None:
+            centred = x - mean.view(per_channel)
+            rows = (centred.mul_(g).sum(pixels) if pixels else centred * g) * rstd
+            ctx.book.add_rows(weight_name, rows)
+        if bias_name is not None:
+            ctx.book.add_rows(bias_name, g.sum(pixels) if pixels else g)
+        onward = None
+        if ctx.needs_input_grad[0]:
+            slope = rstd if weight is None else rstd * weight
+            onward = g * slope.view(per_channel)
+        return onward, None, None, None, None, None, None, None, None

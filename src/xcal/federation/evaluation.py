@@ -1,0 +1,129 @@
+"""Measuring a model on public images. Nothing here may see a client's training data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from xcal.data.augment import View
+from xcal.data.images import Images
+from xcal.data.normalize import to_tensor
+from xcal.explain.faithfulness import insertion_deletion
+from xcal.explain.gradcam import MapMethod, gradcam_maps
+from xcal.explain.localisation import localisation
+from xcal.explain.road import RoadSettings, road
+from xcal.methods.feature_cache import Inputs
+from xcal.metrics.classification import classification_metrics, macro_f1
+from xcal.models.split import split_frozen
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says of each image, in the images' order."""
+
+    labels: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    confidence: NDArray[np.float64]  # softmax of the predicted class
+    probabilities: NDArray[np.float64]  # (N, classes)
+
+    def macro_f1(self) -> float:
+        return float(macro_f1(self.labels, self.predicted, self.probabilities.shape[1]))
+
+    def loss(self) -> float:
+        """Mean cross-entropy; what the network gave no finite answer to counts as impossible."""
+        true = np.nan_to_num(self.probabilities, nan=0.0)[np.arange(len(self.labels)), self.labels]
+        return float(-np.log(np.maximum(true, 1e-12)).mean())
+
+    def metrics(self) -> dict[str, Any]:
+        """What clinicians ask of a classifier, as plain numbers."""
+        return classification_metrics(self.labels, self.probabilities)
+
+
+_BATCH = 64  # more is slower: see `explain/signal.py`
+
+
+def predict(model: nn.Module, images: Images, *, device: str = "cpu") -> Predictions:
+    """Predictions in evaluation mode; the model comes back in the mode it had."""
+    return PublicImages(images, device).predict(model)
+
+
+class PublicImages:
+    """Public images that are measured again and again.
+
+    What a network's frozen beginning makes of them is computed once and kept, where `keep_mb`
+    allows it. It is computed in fixed blocks, so that a resumed run measures the same to the bit.
+    """
+
+    def __init__(self, images: Images, device: str = "cpu", keep_mb: int = 0) -> None:
+        self._images = images
+        self._inputs = Inputs(images.pixels, (View(),), 1.0, device)
+        self._keep_mb = keep_mb
+
+    def predict(self, model: nn.Module) -> Predictions:
+        """Predictions in evaluation mode; the model comes back in the mode it had."""
+        mode = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                pieces = list(self._probabilities(model))
+        finally:
+            model.train(mode)
+        return _predictions(self._images, pieces)
+
+    def _probabilities(self, model: nn.Module) -> Iterator[NDArray[np.float64]]:
+        split = split_frozen(model) if self._keep_mb else None
+        kept = self._inputs.keep(split, 1, self._keep_mb)
+        for start in range(0, len(self._images), _BATCH):
+            chosen = np.arange(start, min(start + _BATCH, len(self._images)))
+            plain = np.zeros_like(chosen)
+            if kept and split is not None:
+                logits = split.go_on(self._inputs.activations(chosen, plain))
+            else:
+                logits = model(self._inputs.pictures(chosen, plain))
+            yield torch.softmax(logits.double(), dim=1).cpu().numpy()
+
+
+def _predictions(images: Images, pieces: list[NDArray[np.float64]]) -> Predictions:
+    probabilities = np.concatenate(pieces) if pieces else np.zeros((0, 1))
+    # A network of non-finite weights predicts nothing: call it class 0 with no confidence.
+    shown = np.nan_to_num(probabilities, nan=0.0)
+    predicted = shown.argmax(axis=1).astype(np.int64)
+    return Predictions(
+        images.labels,
+        predicted,
+        shown[np.arange(len(predicted)), predicted],
+        probabilities,
+    )
+
+
+def explain_road(model: nn.Module, images: Images, *, device: str = "cpu") -> dict[str, Any]:
+    """ROAD of the model's Grad-CAM on these images, and what it cost in seconds."""
+    began = time.monotonic()
+    inputs = to_tensor(np.asarray(images.pixels)).to(device)
+    found = road(model, inputs, gradcam_maps(model, inputs), RoadSettings()).summary()
+    return {**found, "seconds": round(time.monotonic() - began, 3)}
+
+
+def explanation_metrics(
+    model: nn.Module, images: Images, *, device: str = "cpu", maps_by: MapMethod = "gradcam"
+) -> dict[str, Any]:
+    """All measures of the model's maps: ROAD, insertion and deletion, localisation."""
+    began = time.monotonic()
+    inputs = to_tensor(np.asarray(images.pixels)).to(device)
+    maps = gradcam_maps(model, inputs, method=maps_by)
+    result: dict[str, Any] = {"maps": maps_by}
+    result["road"] = road(model, inputs, maps, RoadSettings()).summary()
+    curves = insertion_deletion(model, inputs, maps)
+    result["insertion_auc"] = float(curves.insertion_auc.mean()) if len(images) else None
+    result["deletion_auc"] = float(curves.deletion_auc.mean()) if len(images) else None
+    if images.masks is not None:
+        result["localisation"] = localisation(maps, torch.from_numpy(images.masks)).summary()
+    result["seconds"] = round(time.monotonic() - began, 3)
+    return result

@@ -1,0 +1,33 @@
+"""`centralized` and `fl`: no privacy, so ε = ∞."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xcal.config import Experiment
+from xcal.methods.base import PRIVATE_KEYS, LocalMethod
+from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.steps import sgd_step
+
+
+@dataclass(frozen=True)
+class PlainSgd(LocalMethod):
+    """Plain SGD at every client, averaged; or, pooled, at one client that holds everything."""
+
+    name: str
+    title: str
+    pooled: bool
+    private: bool = False
+    ignores: frozenset[str] = PRIVATE_KEYS
+
+    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> None:
+        return None
+
+    def step(
+        self, context: StepContext, step: int, experiment: Experiment, plan: None, state: None
+    ) -> tuple[None, StepRecord]:
+        return None, sgd_step(context, step)
+
+
+CENTRALIZED = PlainSgd("centralized", "Centralized", pooled=True)
+FL = PlainSgd("fl", "FedAvg, no privacy", pooled=False)

@@ -1,0 +1,141 @@
+"""The steps without a signal: plain SGD, and DP-SGD with a given noise multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xcal.dp.clipping import Bound, ClippedSum, joined
+from xcal.dp.ledger.rows import Release
+from xcal.dp.mechanism import ChargedStep
+from xcal.methods.client_data import Batch
+from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.feature_cache import Rows
+
+
+def sgd_step(context: StepContext, step: int) -> StepRecord:
+    """One step without privacy: the same Poisson draw and divisor B as the private ones."""
+    batch = context.draw(step)
+    parameters = trainable(context.model)
+    gradient = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    # A unit's loss is the mean over its images, as in the private step.
+    share = 1.0 / torch.bincount(batch.units, minlength=batch.n_units)[batch.units]
+    everyone = torch.arange(len(batch.labels), device=batch.labels.device)
+    for rows in torch.split(everyone, context.chunk) if len(everyone) else ():
+        part = batch.only(rows)
+        forward, inputs = _forward(context, part)
+        losses = F.cross_entropy(forward(inputs), part.labels, reduction="none")
+        total = (losses * share[rows]).sum() / context.batch
+        slopes = torch.autograd.grad(total, list(parameters.values()))
+        gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
+    context.optimiser.step(gradient)
+    return StepRecord(context.round, step, 0.0, None, 0.0)
+
+
+def _forward(
+    context: StepContext, batch: Batch, capture: str | None = None
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """What gives the batch's logits, and its input: the network's rest where that is enough."""
+    rows, split = batch.inputs, context.split
+    if split is None or not isinstance(rows, Rows) or not rows.through_beginning:
+        return context.model, batch.images
+    if capture is not None and not split.passes(context.model.get_submodule(capture)):
+        return context.model, batch.images  # what is to be seen lies in the frozen beginning
+    return split.go_on, rows.activations()
+
+
+def clipped_sum(
+    context: StepContext, batch: Batch, bound: Bound | None = None, *, capture: str | None = None
+) -> ClippedSum:
+    """The sum of the batch's clipped unit gradients; what is not finite contributes exactly 0.
+
+    Units are held to `bound`, by default to the configured norm in the plain geometry.
+    """
+    assert context.engine is not None
+    bound = bound or Bound(context.clip)
+    # Also where some drawn units are left out: how the others are summed does not tell.
+    alone = batch.one_row_each
+    parts = []
+    for first, last, part in _in_portions(context, batch):
+        forward, inputs = _forward(context, part, capture)
+        parts.append(
+            context.engine.clipped_sum(
+                inputs,
+                part.labels,
+                clip=bound.norm,
+                geometry=bound.geometry,
+                units=None if alone else part.units - first,
+                n_units=None if alone else last - first,
+                capture=capture,
+                forward=forward,
+            )
+        )
+    sums = joined(parts)
+    return sums.of_units(batch.units, batch.n_units) if alone else sums
+
+
+def _in_portions(context: StepContext, batch: Batch) -> Iterator[tuple[int, int, Batch]]:
+    """(first unit, unit after the last, their rows): whole units, about a chunk of rows at a time.
+
+    Only rows that are not there yet are worth it: the engine takes what is there in chunks itself.
+    """
+    if not isinstance(batch.inputs, Rows) or len(batch.inputs) <= context.chunk:
+        yield 0, batch.n_units, batch
+        return
+    ends = torch.bincount(batch.units, minlength=batch.n_units).cumsum(0).tolist()
+    first, taken = 0, 0
+    for unit in range(batch.n_units):
+        is_last = unit + 1 == batch.n_units
+        if is_last or ends[unit + 1] - taken > context.chunk:
+            rows = torch.arange(taken, ends[unit], device=batch.units.device)
+            yield first, unit + 1, batch.only(rows)
+            first, taken = unit + 1, ends[unit]
+
+
+def gradient_release(bound: Bound, sigma: float) -> Release:
+    """What the ledger records of the gradient: noise σC on a sum that one unit moves by C."""
+    return Release("gradient", sigma * bound.sensitivity, bound.sensitivity)
+
+
+def release_gradient(
+    context: StepContext, charged: ChargedStep, sums: ClippedSum, noise: float | None = None
+) -> dict[str, Tensor]:
+    """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser.
+
+    C is what the sum was really clipped to. Noise and the public grid belong to the scaled space;
+    going back from there is post-processing. `noise`: more than was charged for. Returns what the
+    optimiser saw.
+    """
+    bound = sums.bound
+    released = charged.release_tensors(
+        "gradient", sums.gradients, sensitivity=bound.sensitivity, noise=noise
+    )
+    mean = released.then(bound.geometry.undo).then(
+        lambda values: {name: value.div_(context.batch) for name, value in values.items()}
+    )
+    context.optimiser.step(mean)
+    return mean.tensors
+
+
+def dp_step(
+    context: StepContext, step: int, *, sigma: float, bound: Bound | None = None
+) -> StepRecord:
+    """One DP-SGD step at a multiplier fixed beforehand: charge, draw, clip, release.
+
+    `bound` must be fixed beforehand too. An empty draw is a noise-only step, charged like any
+    other.
+    """
+    bound = bound or Bound(context.clip)
+    charged = context.charge(
+        step,
+        (gradient_release(bound, sigma),),
+        sigma,
+        settings=(sigma, bound.norm, bound.geometry.digest()),
+    )
+    batch = charged.draw(context.data)
+    sums = clipped_sum(context, batch, bound)
+    release_gradient(context, charged, sums)
+    return StepRecord(context.round, step, sigma, None, context.share_spent)

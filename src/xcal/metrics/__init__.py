@@ -1,0 +1,1 @@
+"""What is measured: every metric with its name, direction and range."""

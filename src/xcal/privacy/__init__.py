@@ -1,1 +1,0 @@
-"""The guarantee: accounting, calibration, filter, ledger, noise, statement."""

@@ -1,0 +1,91 @@
+"""All metrics of a run's model on a test split: its own, or another set's with the same classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from xcal.data.images import ImageData, Images
+from xcal.data.normalize import to_tensor
+from xcal.errors import UserError
+from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
+from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
+from xcal.federation.evaluation import explanation_metrics, predict
+from xcal.federation.outcome import no_predictions, public_subset
+from xcal.federation.preflight import why_unexplained
+from xcal.report.runs import LoadedRun
+
+SANITY_IMAGES = 64
+"""The sanity check makes every map again for each stage; so many images settle its mean."""
+
+
+def evaluate_run(
+    run: LoadedRun,
+    data: ImageData,
+    *,
+    explained: int | None = None,
+    against: LoadedRun | None = None,
+    maps_by: MapMethod = "gradcam",
+) -> dict[str, Any]:
+    """Metrics as plain values for a table or a JSON file; None for what is undefined.
+
+    The classifier is measured on the whole test split; explanations on a fixed subset of it, of
+    `explained` images, by default as many as the run itself explained at its end. So on the run's
+    own data the numbers are those of its `result.json`. `against` is another run, usually one
+    without privacy, whose maps of the same images are compared with this one's.
+    """
+    if against is not None and against.experiment.pixels != run.experiment.pixels:
+        raise UserError(
+            f"The runs to compare see images of {run.experiment.pixels} and"
+            f" {against.experiment.pixels} pixels: compare runs of one size."
+        )
+    wanted = run.experiment.road_test_images if explained is None else explained
+    if why_unexplained(run.model, run.experiment.pixels) is not None:
+        wanted = 0
+    subset = public_subset(data.test, wanted)
+    found = predict(run.model, data.test) if len(data.test) else no_predictions(len(run.classes))
+    result: dict[str, Any] = {
+        "method": run.experiment.method,
+        "data": data.name,
+        "split": "test",
+        "classes": list(run.classes),
+        "classification": found.metrics(),
+        "explanations": None,
+        "sanity_check": None,
+        "agreement": None,
+    }
+    if subset is not None:
+        result["explanations"] = explanation_metrics(run.model, subset, maps_by=maps_by)
+        result["sanity_check"] = _sanity_check(run, subset)
+        if against is not None:
+            result["agreement"] = _agreement(run, against, subset)
+    return result
+
+
+def _sanity_check(run: LoadedRun, images: Images) -> list[dict[str, float]]:
+    """How alike maps still are to the trained network's, as more of its layers are scrambled."""
+    few = images.take(np.arange(min(len(images), SANITY_IMAGES)))
+    stages = randomisation_check(run.model, to_tensor(np.asarray(few.pixels)))
+    return [{"scrambled": stage.share, **_means(stage.agreement)} for stage in stages]
+
+
+def _agreement(run: LoadedRun, other: LoadedRun, images: Images) -> dict[str, Any]:
+    """Each model explains the class it predicts itself: that is what a reader would be shown."""
+    inputs = to_tensor(np.asarray(images.pixels))
+    size = (inputs.shape[2], inputs.shape[3])
+
+    def maps(model: LoadedRun) -> Tensor:
+        # Enlarged, so that networks with maps of different sizes can be compared.
+        return enlarge_maps(gradcam_maps(model.model, inputs), size)
+
+    return {"images": len(images), **_means(agreement(maps(run), maps(other)))}
+
+
+def _means(found: Agreement) -> dict[str, Any]:
+    return {
+        "rank_correlation": float(found.rank_correlation.mean()),
+        "overlap": float(found.overlap.mean()),
+        "degenerate": found.degenerate,
+    }

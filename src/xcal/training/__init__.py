@@ -1,1 +1,0 @@
-"""The training steps: clipped gradients, releases, evaluation."""
