@@ -34,7 +34,7 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
     return open_dataset(name, pixels)
 
 
-_OF_A_HOSPITAL = ("csv", "folders", "dicom")  # layouts that published sets do not come in
+_OF_A_HOSPITAL = ("csv", "folders")  # layouts that published sets do not come in
 
 
 def is_public(name: str) -> bool:

@@ -13,7 +13,7 @@ from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
-from xcal.federation.setup import check_groups_known
+from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site import remembered_head
 from xcal.privacy.ledger_head import check_clock
 from xcal.privacy.ledger_rows import check_head, read_rows, terms_of, verify
@@ -107,6 +107,7 @@ def _data(home: ClientHome, unit: str) -> list[Finding]:
         if home.about.data is not None:
             data = catalog.load(home.about.data)
             check_groups_known(home.policy.unit, data)
+            check_groups_apart(home.policy.unit, data)
             images = data.train
         else:
             images = home.images(home.trial()).images
