@@ -18,7 +18,9 @@ app = typer.Typer(
 
 @app.command("import")
 def import_command(
-    path: Path = typer.Argument(..., help="A folder, a zip, a CSV or an .npz file; images may be DICOM."),
+    path: Path = typer.Argument(
+        ..., help="A folder, a zip, a CSV or an .npz file; images may be DICOM."
+    ),
     name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
     kind: str = typer.Option(
         "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv or folders."

@@ -115,7 +115,9 @@ def _checked(data: object, name: str, pixels: int | None) -> ImageData:
     if not isinstance(data, ImageData):
         wrong = f"{type(data).__name__} instead of ImageData"
     elif len(data.classes) < 2:
-        wrong = f"a data set of {len(data.classes)} class{'' if data.classes else 'es'}, and to tell"
+        wrong = (
+            f"a data set of {len(data.classes)} class{'' if data.classes else 'es'}, and to tell"
+        )
         wrong += " apart there must be two or more"
     else:
         for split, images in data.splits():

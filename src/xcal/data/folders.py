@@ -148,7 +148,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         raise UserError(
             f"{len(stray)} of {len(images)} images ({stray[0]} is the first) lie in no class "
             "folder; put every image into a folder named by its class, or give a CSV with the "
-            "columns path and label."
+            "columns path and label (--path-column, --label-column)."
         )
     classes = tuple(sorted({cls for _, cls, _ in found}))
     if len(classes) < 2:

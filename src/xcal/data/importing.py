@@ -44,8 +44,7 @@ class BadFilesError(UserError):
         count = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         super().__init__(
             f"{count} cannot be used; mend them, take them out (of the table, too), or import"
-            " without them by --skip-bad:\n"
-            + "\n".join(lines)
+            " without them by --skip-bad:\n" + "\n".join(lines)
         )
 
 
@@ -264,8 +263,8 @@ def _decode_all(
     ungrouped = 0 if one_image_per_person else listing.unnamed
     if ungrouped:
         notes.append(
-            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name} (nothing, or NA,"
-            " unknown and the like): as long as they do not, unit = 'group' is refused."
+            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name} (nothing, NA,"
+            " unknown or the like): as long as they do not, unit = 'group' is refused."
         )
     bad = list(listing.missing)
     sizes: Counter[tuple[int, int]] = Counter()

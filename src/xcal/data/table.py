@@ -57,8 +57,8 @@ def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
         ]
         if rows and all(find_column(rows[0], some) for some in wanted):
             return name
-    # With columns named by hand, what is wrong with the one table there is is worth saying.
-    return names[0] if len(names) == 1 and (choice.path or choice.label) else None
+    # With a label named by hand, what is wrong with the one table there is is worth saying.
+    return names[0] if len(names) == 1 and choice.label else None
 
 
 def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> Listing:
@@ -190,13 +190,13 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
                 given = posixpath.normpath(row[path_column].replace("\\", "/"))
                 beside = posixpath.normpath(posixpath.join(posixpath.dirname(table), given))
                 full = next((p for p in (beside, given) if p in there), None)
-                image = full or by_name.get(posixpath.basename(given))
+                named = full or by_name.get(posixpath.basename(given))
                 person = somebody(row[group_column])
-                if image is None or not person:
+                if named is None or not person:
                     continue
-                if of.setdefault(image, person) != person:
+                if of.setdefault(named, person) != person:
                     raise UserError(
-                        f"{table} names another {names[-1]} of {image} than a line before: mend it."
+                        f"{table} names another {names[-1]} of {named} than a line before: mend it."
                     )
         unused = unused_identifiers(table, rows, (path_column, path_column and group_column))
         notes += unused.notes

@@ -108,6 +108,9 @@ def _data(home: ClientHome, unit: str) -> list[Finding]:
             data = catalog.load(home.about.data)
             check_groups_known(home.policy.unit, data)
             check_groups_apart(home.policy.unit, data)
+            if data.shared_groups:
+                told = f"{data.shared_groups} {data.group_name}s have training images here and"
+                found.append(Finding("warning", f"{told} others in validation or test of the set"))
             images = data.train
         else:
             images = home.images(home.trial()).images

@@ -115,7 +115,7 @@ def _check_others(data: ImageData, held: Experiment) -> None:
 
 
 def _digests(images: Images) -> list[bytes]:
-    return [hashlib.sha256(np.ascontiguousarray(image)).digest() for image in images.pixels]
+    return [hashlib.sha256(image.tobytes()).digest() for image in images.pixels]
 
 
 def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
