@@ -167,7 +167,7 @@ def test_a_set_read_without_its_patients_is_not_taken_for_the_same(
 ) -> None:
     """What an older version kept under the name is not what is now read from the same file."""
     table = csv_of(tmp_path / "ward")
-    monkeypatch.setattr("xcal.data.table._GROUP", ["nothing"])
+    monkeypatch.setattr("xcal.data.table.GROUP_COLUMNS", ["nothing"])
     old = import_dataset(table, name="ward", pixels=16)
     assert old.info.group_name == RECORD_GROUPS
     monkeypatch.undo()
@@ -332,7 +332,7 @@ def test_a_split_column_that_parts_a_person_is_named(tmp_path: Path, invoke: Inv
     table = csv_of(tmp_path / "ward", rows=rows)
     code, out, _ = invoke("data", "import", str(table), *SMALL)
     assert code == 0
-    assert "3 groups stand in more than one" in out
+    assert "3 patients stand in training and in validation or test" in out
     code, _, err = invoke("run", *words(), "--out", str(tmp_path / "run"))
     assert code == 2
     assert " 3 patients" in err

@@ -18,10 +18,12 @@ app = typer.Typer(
 
 @app.command("import")
 def import_command(
-    path: Path = typer.Argument(..., help="A folder, a zip, a CSV or an .npz file."),
+    path: Path = typer.Argument(
+        ..., help="A folder, a zip, a CSV or an .npz file; images may be DICOM."
+    ),
     name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
     kind: str = typer.Option(
-        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom."
+        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv or folders."
     ),
     pixels: int = typer.Option(128, help="Side of the square images that are kept."),
     task: str | None = typer.Option(None, help="What to tell apart, where a set has several."),

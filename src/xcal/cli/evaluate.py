@@ -36,7 +36,7 @@ def evaluate_command(
     other = load_run(against) if against is not None else None
     found = evaluate_run(
         loaded,
-        load_data(loaded, data),
+        load_data(loaded, data, beside=[] if other is None else [other]),
         explained=images,
         against=other,
         maps_by=map_method,  # type: ignore[arg-type]  # checked where maps are made

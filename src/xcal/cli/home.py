@@ -110,7 +110,7 @@ def make_home(
         raise UserError("Say where the data are: --data NAME, or for a trial --experiment FILE.")
     if unit not in (None, "record", "group"):
         raise UserError(f"--unit is record or group, not {unit!r}.")
-    unit = unit or _unit_of(data, experiment)
+    unit, why = _unit_of(data, experiment, unit)
     if (epsilon_run or 0) > epsilon or (delta_run or 0) > delta:
         raise UserError("One run cannot have more than all: lower --epsilon-run or --delta-run.")
     about = checked(
@@ -135,6 +135,8 @@ def make_home(
     )
     made = create_home(home, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
+    if why:
+        typer.echo(why)
     typer.echo(room_text(epsilon, delta, epsilon_run, delta_run))
     typer.echo(
         "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
@@ -142,21 +144,42 @@ def make_home(
     )
 
 
-def _unit_of(data: str | None, experiment: Path | None) -> str:
-    """What runs on these data protect where nothing is said."""
+def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tuple[str, str]:
+    """What runs on these data protect, for as long as the ledger lives; and what to say of it.
+
+    A unit that the data do not support is refused here, before there is a ledger of it. Data that
+    are not there yet are taken at the owner's word, if a unit was given.
+    """
     from xcal.data.store import sizes_of
     from xcal.experiments import load_experiment, make_experiment
-    from xcal.federation.setup import settled
+    from xcal.federation.setup import (
+        check_groups_apart,
+        check_groups_known,
+        load_fewest,
+        with_unit,
+    )
 
-    if experiment is not None:
-        return settled(load_experiment(experiment, [])[0]).privacy_unit
-    assert data is not None
-    sizes = sizes_of(data) if ":" not in data and data != "smear" else []
-    keys = {"data": data, **({"pixels": sizes[0]} if sizes else {})}
     try:
-        return settled(make_experiment(keys)).privacy_unit
+        if experiment is not None:
+            keys = load_experiment(experiment, [])[0]
+        else:
+            assert data is not None
+            sizes = sizes_of(data) if ":" not in data and data != "smear" else []
+            keys = make_experiment({"data": data, **({"pixels": sizes[0]} if sizes else {})})
+        found = load_fewest(keys)
     except UserError as error:
+        if given is not None:
+            return given, ""
         raise UserError(f"{error} Or say with --unit what a run must protect.") from None
+    unit = given or with_unit(keys, found).privacy_unit
+    check_groups_known(unit, found)
+    check_groups_apart(unit, found)
+    if unit == "group" or found.groups_known:
+        return unit, ""
+    return unit, (
+        f"One image is protected and not one person: {found.name} does not say of every image whose"
+        " it is. Where people have several, import it with --group-column and make the home then."
+    )
 
 
 @app.command("show")

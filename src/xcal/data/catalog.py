@@ -34,7 +34,7 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
     return open_dataset(name, pixels)
 
 
-_OF_A_HOSPITAL = ("csv", "folders", "dicom")  # layouts that published sets do not come in
+_OF_A_HOSPITAL = ("csv", "folders")  # layouts that published sets do not come in
 
 
 def is_public(name: str) -> bool:
@@ -52,17 +52,30 @@ def is_public(name: str) -> bool:
 _smear = lru_cache(maxsize=2)(smear)
 
 
+WHAT_IT_MUST_GIVE = "docs/data.md says what such a function must give"
+
+
 def _find(name: str) -> Callable[..., Any]:
     """The function that `package.module:name` names."""
     module_name, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"The data set {name!r} cannot be imported: {error}.") from error
+    except Exception as error:  # a module of the user's own can fail anywhere while it is imported
+        what = _told(error) if not isinstance(error, (ImportError, AttributeError)) else str(error)
+        raise UserError(
+            f"The data set {name!r} cannot be imported ({what}): is its module on the path"
+            f" (PYTHONPATH)? {WHAT_IT_MUST_GIVE}."
+        ) from error
     if not callable(found):
-        raise UserError(f"{name!r} is not a function that makes a data set.")
+        raise UserError(f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}.")
     function: Callable[..., Any] = found
     return function
+
+
+def _told(error: Exception) -> str:
+    """An error of somebody else's code in one line: its kind and what it says, paths and all."""
+    said = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _call(
@@ -71,14 +84,50 @@ def _call(
     """Call with the options it knows; an unknown one is the user's error, not a traceback."""
     if pixels is not None:
         options["pixels"] = pixels
-    known = inspect.signature(function).parameters
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}."
+        ) from None
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     for option in options:
         if option not in known and not takes_any:
             near = difflib.get_close_matches(option, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}."
             raise UserError(f"The data set {name!r} has no option {option!r}{hint}")
-    data = function(**options)
+    if function is _smear:
+        return _smear(**options)
+    try:
+        data = function(**options)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # code of the user's own
+        raise UserError(
+            f"The function {name!r} made no data set ({_told(error)}): {WHAT_IT_MUST_GIVE}."
+        ) from error
+    return _checked(data, name, pixels)
+
+
+def _checked(data: object, name: str, pixels: int | None) -> ImageData:
+    """What a function of the user's own returned, if it is a data set of what was asked for."""
+    wrong = None
     if not isinstance(data, ImageData):
-        raise UserError(f"{name!r} returned {type(data).__name__} instead of ImageData.")
+        wrong = f"{type(data).__name__} instead of ImageData"
+    elif len(data.classes) < 2:
+        wrong = (
+            f"a data set of {len(data.classes)} class{'' if data.classes else 'es'}, and to tell"
+        )
+        wrong += " apart there must be two or more"
+    else:
+        for split, images in data.splits():
+            side = images.pixels.shape[1]
+            wanted = pixels or data.train.pixels.shape[1]
+            if len(images) and side != wanted:
+                wrong = f"{split} images of {side} pixels a side, and {wanted} were asked for"
+                wrong += " (pixels)" if pixels else " by those of training"
+                break
+    if wrong is not None:
+        raise UserError(f"The function {name!r} returned {wrong}: {WHAT_IT_MUST_GIVE}.")
+    assert isinstance(data, ImageData)
     return data

@@ -15,9 +15,11 @@ from xcal.data.listing import (
     alone,
     chosen_column,
     find_column,
+    find_group_column,
     find_table,
     group_name_of,
     read_table,
+    somebody,
     unused_identifiers,
 )
 from xcal.errors import UserError
@@ -51,7 +53,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
 
     image, labels = column("Image Index"), column("Finding Labels")
     if choice.group is None:
-        patient = column("Patient ID")
+        patient = find_group_column(table, rows[0], ("Patient ID",)) or column("Patient ID")
     else:
         patient = chosen_column(table, rows[0], choice.group, "--group-column")
     findings = {row[image]: set(row[labels].split("|")) for row in rows}
@@ -75,13 +77,14 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
             Record(
                 id=images[name],
                 label=int(bool(shown) if wanted is None else wanted in shown),
-                group=row[patient] or alone(images[name]),
+                group=somebody(row[patient]) or alone(images[name]),
                 split=split_of.get(name),
             )
         )
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    notes = unused_identifiers(table, rows[0], (image, labels, patient))
+    unused = unused_identifiers(table, rows, (image, labels, patient))
+    notes = list(unused.notes)
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")
     if unlisted:
@@ -96,6 +99,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=tuple(notes),
+        repeating=unused.repeating,
     )
 
 

@@ -98,10 +98,21 @@ class Description:
                 f"{self.data.ungrouped_images:,} images name no {group}: a guarantee per image "
                 f"(unit = record) does not cover a {group}, and unit = 'group' is refused."
             )
+        if train.largest_group == 1 and not self.data.shared_groups:
+            return (
+                f"The {train.images:,} training images come from as many {group}s: a guarantee per "
+                f"image and one per {group} (unit = group) are the same here."
+            )
+        covers = "unit = group does."
+        if self.data.shared_groups:
+            covers = (
+                f"unit = 'group' is refused, as {self.data.shared_groups:,} of them also stand in "
+                f"validation or test (split by {group}, or import with --all-train)."
+            )
         return (
             f"The {train.images:,} training images come from {train.groups:,} {group}s, up to "
             f"{train.largest_group:,} from one: a guarantee per image (unit = record) does not "
-            f"cover a {group}; unit = group does."
+            f"cover a {group}; {covers}"
         )
 
 

@@ -20,6 +20,7 @@ from xcal.data.decode import (
     to_eight_bits,
 )
 from xcal.data.files import BadFile, Files
+from xcal.data.listing import somebody
 from xcal.errors import UserError
 
 
@@ -31,17 +32,17 @@ def decode_file(files: Files, name: str, pixels: int) -> tuple[Square, tuple[int
     return decode_image(data, name, pixels)
 
 
-def group_of_file(files: Files, name: str) -> str | None:
-    """The patient that the file itself names; None where its format knows no patients."""
+def patient_of_file(files: Files, name: str) -> str | None:
+    """The patient that the file itself names; None where it or its format names nobody."""
     if not is_dicom_name(name):
         return None
     try:
         header = _read(files.read(name), header_only=True)
         with _read_lazily():
-            patient = str(header.get("PatientID", "") or "").strip()
+            patient = somebody(str(header.get("PatientID", "") or ""))
     except BadFile:
         return None  # decoding will say what is wrong with it
-    return f"patient {patient}" if patient else None
+    return patient or None
 
 
 def decode_dicom(data: bytes, pixels: int) -> tuple[Square, tuple[int, int]]:

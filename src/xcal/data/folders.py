@@ -9,10 +9,11 @@ from importlib.resources import files as packaged
 from pathlib import PurePosixPath
 
 from xcal.data.decode import is_image_name
-from xcal.data.dicom import decode_file, group_of_file
+from xcal.data.dicom import decode_file, patient_of_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split, alone
+from xcal.data.listing import ColumnChoice, Listing, Record, Split, alone
+from xcal.data.table import people_beside
 from xcal.errors import UserError
 
 _SPLIT_OF_FOLDER: dict[str, Split] = {
@@ -121,11 +122,12 @@ def blood_cells(files: Files) -> Listing:
     )
 
 
-def class_folders(files: Files, name: str) -> Listing:
+def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
     """Any set with one folder per class, with or without split folders above them.
 
     What all paths have in common is ignored. Below that, a folder named train, val or test (in
-    any of the usual spellings) is a split; the first other folder is the class.
+    any of the usual spellings) is a split; the first other folder is the class. Whose the images
+    are, a DICOM header says, or a CSV beside them.
     """
     images = [n for n in files.sizes if is_image_name(n)]
     if not images:
@@ -146,7 +148,7 @@ def class_folders(files: Files, name: str) -> Listing:
         raise UserError(
             f"{len(stray)} of {len(images)} images ({stray[0]} is the first) lie in no class "
             "folder; put every image into a folder named by its class, or give a CSV with the "
-            "columns path and label."
+            "columns path and label (--path-column, --label-column)."
         )
     classes = tuple(sorted({cls for _, cls, _ in found}))
     if len(classes) < 2:
@@ -156,23 +158,44 @@ def class_folders(files: Files, name: str) -> Listing:
     if len({split is None for _, _, split in found}) == 2:
         raise UserError("Some images lie in train or test folders and some in none.")
     numbers = {cls: i for i, cls in enumerate(classes)}
-    group_of = {image: group_of_file(files, image) for image, _, _ in found}
-    by_patient = any(group is not None for group in group_of.values())
+    told = people_beside(files, [image for image, _, _ in found], choice)
+    group_name = told.group_name or RECORD_GROUPS
+    group_of = {}
+    for image, _, _ in found:
+        person = told.of.get(image)
+        own = None
+        if choice.group is None and told.group_name in (None, "patient", "group"):
+            own = patient_of_file(files, image)
+        if person is not None and own is not None and own != person:
+            raise UserError(
+                f"The table beside the images and the header of {image} (PatientID) name different"
+                " people: mend one of them, or say that the table is right with --group-column."
+            )
+        if own is not None and told.group_name is None:
+            group_name = "patient"
+        group_of[image] = person or own
     records = tuple(
-        Record(image, numbers[cls], group_of[image] or alone(image), split)
+        Record(
+            image,
+            numbers[cls],
+            alone(image) if group_of[image] is None else f"patient {group_of[image]}",
+            split,
+        )
         for image, cls, split in found
     )
-    others = len(files.sizes) - len(images)
+    others = len(files.sizes) - len(images) - told.tables
+    left = (f"{others} files that are no images were left aside.",) if others else ()
     return Listing(
         kind="folders",
         default_name=name,
         task="folder",
         classes=classes,
-        group_name="patient" if by_patient else RECORD_GROUPS,
+        group_name=group_name,
         licence="unknown",
         records=records,
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
-        notes=(f"{others} files that are no images were left aside.",) if others else (),
+        notes=(*told.notes, *left),
+        repeating=told.repeating,
     )
 
 

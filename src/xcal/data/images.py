@@ -28,17 +28,31 @@ class Images:
     masks: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        n = len(self.pixels)
-        if self.pixels.dtype != np.uint8 or self.pixels.ndim != 4 or self.pixels.shape[3] != 3:
+        for name in ("pixels", "labels", "groups", "ids"):
+            if not isinstance(getattr(self, name), np.ndarray):
+                kind = type(getattr(self, name)).__name__
+                raise ValueError(f"{name} must be a numpy array, not {kind}")
+        shape = self.pixels.shape
+        if self.pixels.dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
+            first = len(shape) == 4 and shape[1] == 3
             raise ValueError(
                 f"pixels must be uint8 of shape (N, H, W, 3), not {self.pixels.dtype} of "
-                f"shape {self.pixels.shape}"
+                f"shape {shape}" + (": colours come last" if first else "")
             )
+        if len(self.pixels) and shape[1] != shape[2]:
+            raise ValueError(f"pixels must be square images, not {shape[1]}×{shape[2]}")
+        n = len(self.pixels)
         for name, array in (("labels", self.labels), ("groups", self.groups)):
             if array.dtype != np.int64 or array.shape != (n,):
-                raise ValueError(f"{name} must be int64 of shape ({n},), not {array.dtype}")
+                raise ValueError(
+                    f"{name} must be int64 of shape ({n},), one for each image, not {array.dtype} "
+                    f"of shape {array.shape}"
+                )
         if self.ids.dtype.kind != "U" or self.ids.shape != (n,):
-            raise ValueError(f"ids must be strings of shape ({n},), not {self.ids.dtype}")
+            raise ValueError(
+                f"ids must be strings of shape ({n},), one for each image, not {self.ids.dtype} of "
+                f"shape {self.ids.shape}"
+            )
         if self.masks is not None and (
             self.masks.dtype != np.bool_ or self.masks.shape != self.pixels.shape[:3]
         ):
@@ -79,11 +93,21 @@ class ImageData:
     """Whether somebody declared by hand that no two images show one person."""
 
     def __post_init__(self) -> None:
+        for name in ("name", "group_name", "licence"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
+        if not isinstance(self.classes, tuple) or len(set(self.classes)) < len(self.classes):
+            raise ValueError(f"classes must be a tuple of different names, not {self.classes!r}")
         for split, images in self.splits():
+            if not isinstance(images, Images):
+                raise ValueError(f"{split} must be Images, not {type(images).__name__}")
             if len(images) and not 0 <= images.labels.min() <= images.labels.max() < len(
                 self.classes
             ):
-                raise ValueError(f"a label of {self.name}/{split} names none of the classes")
+                raise ValueError(
+                    f"a label of {self.name}/{split} names none of the {len(self.classes)} classes:"
+                    f" labels run from {images.labels.min()} to {images.labels.max()}"
+                )
 
     def splits(self) -> tuple[tuple[str, Images], ...]:
         """The three splits with their names, in the order they are always shown."""

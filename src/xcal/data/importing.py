@@ -20,7 +20,7 @@ from xcal.data.decode import strict_decoding
 from xcal.data.files import BadFile, Files, FolderFiles, open_files
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
 from xcal.data.isic import find_diagnoses, isic
-from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits
+from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
 from xcal.data.medmnist import medmnist
 from xcal.data.store import DatasetInfo, SplitCounts
 from xcal.data.table import find_labelled_table, labelled_table
@@ -43,8 +43,8 @@ class BadFilesError(UserError):
             lines.append(f"  … and {len(self.files) - _SHOWN} more")
         count = f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}"
         super().__init__(
-            f"{count} cannot be used; mend or remove them, or import with --skip-bad:\n"
-            + "\n".join(lines)
+            f"{count} cannot be used; mend them, take them out (of the table, too), or import"
+            " without them by --skip-bad:\n" + "\n".join(lines)
         )
 
 
@@ -108,7 +108,10 @@ def import_dataset(
             with store.exclusive(name):
                 before = _standing(name, pixels)
                 # An older version may not have seen whose the images are.
-                same_groups = before is not None and before.group_name == listing.group_name
+                ungrouped = 0 if one_image_per_person else listing.unnamed
+                same_groups = before is not None and (
+                    (before.group_name, before.ungrouped_images) == (listing.group_name, ungrouped)
+                )
                 if before is not None and before.key == key and same_groups:
                     return ImportSummary(before, already_there=True)
                 if before is not None and not replace:
@@ -138,6 +141,13 @@ def _one_each(listing: Listing) -> Listing:
             f"{several} {listing.group_name}s of this data set have several images, so it cannot be"
             " imported with --one-image-per-person: leave the option out."
         )
+    if listing.repeating:
+        raise UserError(
+            f"The column {listing.repeating[0]!r} looks as if it said whose an image is, and names"
+            " somebody more than once, so the set cannot be imported with --one-image-per-person:"
+            f" import it with --group-column {listing.repeating[0]!r}, or take the column out if it"
+            " names nobody."
+        )
     return replace(listing, group_name="person")
 
 
@@ -147,10 +157,12 @@ def recognise(
     """Find out which layout it is (`auto`), and read all but the images."""
     plain_name = _plain(path.stem if path.is_file() else path.resolve().name)
     by_hand = columns != ColumnChoice()
-    if by_hand and (files is None or kind in ("medmnist", "blood-cells", "folders")):
+    if by_hand and (files is None or kind in ("medmnist", "blood-cells")):
         raise UserError("This layout has no table: leave out the options that name columns.")
-    if kind == "auto" and (columns.path or columns.label):
-        kind = "csv"  # who names these columns has a table of his own
+    if kind == "folders" and columns.label:
+        raise UserError("Folders name the classes, no table does: leave out --label-column.")
+    if kind == "auto" and columns.label:
+        kind = "csv"  # who names this column has a table of his own
     if files is None:
         if kind not in ("auto", "medmnist"):
             raise UserError(f"{path} is an .npz file, which kind {kind!r} does not read.")
@@ -176,12 +188,15 @@ def recognise(
         table = given or find_labelled_table(files, columns)
         if table is not None:
             return labelled_table(files, table, plain_name, columns)
-        if kind == "csv" or by_hand:
+        if kind == "csv":
+            there = tables(files)
             raise UserError(
-                f"{path} holds no CSV with the columns path and label: name them with --path-column"
-                " and --label-column, or give the CSV itself."
+                f"{path} holds no CSV: put one with the columns path and label beside the images."
+                if not there
+                else f"No CSV in {path} has columns for path and label: give the CSV itself"
+                f" ({there[0]}), and name them with --path-column and --label-column."
             )
-    return class_folders(files, plain_name)
+    return class_folders(files, plain_name, columns)
 
 
 def _is_table(path: Path) -> bool:
@@ -238,12 +253,18 @@ def _decode_all(
 ) -> DatasetInfo:
     _, one_image_per_person, all_train = asked
     notes = list(listing.notes)
-    records = assign_splits(listing.records, len(listing.classes), notes, all_train=all_train)
+    records = assign_splits(
+        listing.records,
+        len(listing.classes),
+        notes,
+        all_train=all_train,
+        group_name=listing.group_name,
+    )
     ungrouped = 0 if one_image_per_person else listing.unnamed
     if ungrouped:
         notes.append(
-            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name}: as long as"
-            " they do not, unit = 'group' is refused."
+            f"{ungrouped:,} of {len(records):,} images name no {listing.group_name} (nothing, NA,"
+            " unknown or the like): as long as they do not, unit = 'group' is refused."
         )
     bad = list(listing.missing)
     sizes: Counter[tuple[int, int]] = Counter()

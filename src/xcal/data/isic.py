@@ -15,9 +15,11 @@ from xcal.data.listing import (
     alone,
     chosen_column,
     find_column,
+    find_group_column,
     group_name_of,
     read_table,
     rows_or_none,
+    somebody,
     tables,
     unused_identifiers,
 )
@@ -87,9 +89,12 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     image_column, diagnosis_column = _columns(rows)
     assert image_column is not None  # or the table would not have been found
     assert diagnosis_column is not None
-    group_column = find_column(rows[0], _GROUP)
     if choice.group is not None:
-        group_column = chosen_column(table, rows[0], choice.group, "--group-column")
+        group_column: str | None = chosen_column(table, rows[0], choice.group, "--group-column")
+    else:
+        group_column = next(
+            (c for name in _GROUP if (c := find_group_column(table, rows[0], (name,)))), None
+        )
     group_name = RECORD_GROUPS if group_column is None else group_name_of(group_column)
     by_diagnosis = task == "diagnosis"
     rows_with = [row for row in rows if row.get(diagnosis_column, "").lower() not in _UNKNOWN]
@@ -104,7 +109,7 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
             absent += 1
             continue
         diagnosis = row[diagnosis_column].lower()
-        own = row.get(group_column, "") if group_column else ""
+        own = somebody(row.get(group_column, "")) if group_column else ""
         records.append(
             Record(
                 id=image,
@@ -115,7 +120,8 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         )
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    notes = unused_identifiers(table, rows[0], (image_column, diagnosis_column, group_column))
+    unused = unused_identifiers(table, rows, (image_column, diagnosis_column, group_column))
+    notes = list(unused.notes)
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")
     if len(rows_with) < len(rows):
@@ -131,4 +137,5 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=tuple(notes),
+        repeating=unused.repeating,
     )

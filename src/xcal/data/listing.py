@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Literal, get_args
@@ -57,6 +57,8 @@ class Listing:
     """Files that are named but cannot be used, with the reason."""
     notes: tuple[str, ...] = ()
     """What the user should know about how the set was read."""
+    repeating: tuple[str, ...] = ()
+    """Unused columns that look like identifiers of people and name somebody more than once."""
 
     @property
     def unnamed(self) -> int:
@@ -69,6 +71,20 @@ class Listing:
 def alone(image: str) -> str:
     """The group of an image of which the source names none."""
     return f"file {image}"
+
+
+# What tables and headers hold where nobody is named; a lone sign (-, ?, ...) is no name either.
+_NOBODY = frozenset(
+    "na n/a #n/a n.a. <na> nan none null nil nul unknown unk undefined missing anonymous anonymized"
+    " anonymised anon".split()
+) | {"not available", "not applicable", "not known"}
+
+
+def somebody(value: str) -> str:
+    """The name or number as it stands in a patient column, without its spaces; empty: nobody's."""
+    value = value.strip()
+    plain = " ".join(value.casefold().replace("_", " ").split())
+    return "" if plain in _NOBODY or not any(c.isalnum() for c in plain) else value
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,12 @@ class ColumnChoice:
 _WHOSE = "patient|subject|person|participant|individual|case|study|exam|visit|mrn|lesion|accession"
 _IDENTIFIER = re.compile(rf".*({_WHOSE})s?(id|ids|identifier|number|num|no|nr|key|name|code|uid)?")
 _ID_AT_THE_END = re.compile(r"(?:.*[^A-Za-z])?[Ii][Dd]|.*[a-z](?:ID|UID)|.*InstanceUID")
+_SHORT = re.compile(r"(pid|ptid|patid|patno|patnr|patnum|pat|pt|nhsnumber|nhsno|nhsid)s?")
+# Whose name does not say whose the image is, though it may end in "id".
+_NOT_A_PERSON = re.compile(
+    r".*(site|hospital|center|centre|clinic|institution|scanner|device|camera|machine|class|label)"
+    r"s?(id|ids|uid)"
+)
 _IMAGE_ITSELF = re.compile(r"(image|img|file|picture|slice|sop|isic)", re.IGNORECASE)
 
 
@@ -96,6 +118,23 @@ def find_column(columns: Iterable[str], names: Sequence[str]) -> str | None:
     """The column that bears the first of `names` that any bears."""
     by_name = {plain_column(c): c for c in reversed(list(columns))}
     return next((by_name[n] for n in map(plain_column, names) if n in by_name), None)
+
+
+def find_group_column(table: str, columns: Iterable[str], names: Sequence[str]) -> str | None:
+    """The one column that says whose an image is; a table with two of them is refused.
+
+    A lesion is somebody's: beside a column of people one of lesions is not a second one.
+    """
+    wanted = set(map(plain_column, names))
+    found = [c for c in columns if plain_column(c) in wanted]
+    found = [c for c in found if "lesion" not in plain_column(c)] or found
+    if len(found) > 1:
+        raise UserError(
+            f"{table} has several columns that may say whose an image is,"
+            f" {' and '.join(map(repr, found))}: say which one does with --group-column"
+            f" {found[0]!r}."
+        )
+    return found[0] if found else None
 
 
 def chosen_column(table: str, columns: Iterable[str], wanted: str, option: str) -> str:
@@ -121,21 +160,48 @@ def group_name_of(column: str) -> str:
     return "patient" if _IDENTIFIER.fullmatch(name) else "group"
 
 
-def unused_identifiers(table: str, columns: Iterable[str], used: Iterable[str | None]) -> list[str]:
-    """A note where a column that was not read may say whose the images are."""
-    unused = [c for c in columns if c not in set(used)]
-    found = [
-        repr(c)
-        for c in unused
-        if not _IMAGE_ITSELF.search(c)
-        and (_IDENTIFIER.fullmatch(plain_column(c)) or _ID_AT_THE_END.fullmatch(c.strip()))
-    ]
+def is_identifier(column: str) -> bool:
+    """Whether a column's name looks as if it held who or whose something is."""
+    plain = plain_column(column)
+    if _IMAGE_ITSELF.search(column):
+        return False
+    if _IDENTIFIER.fullmatch(plain) or _SHORT.fullmatch(plain):
+        return True
+    return bool(_ID_AT_THE_END.fullmatch(column.strip())) and not _NOT_A_PERSON.fullmatch(plain)
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Columns of a table that may say whose the images are, and that were not read."""
+
+    notes: tuple[str, ...] = ()
+    repeating: tuple[str, ...] = ()
+
+
+def unused_identifiers(
+    table: str, rows: Sequence[Mapping[str, str]], used: Iterable[str | None]
+) -> Unused:
+    """What to say of columns that may say whose an image is; which of them name somebody twice."""
+    found = [c for c in rows[0] if c not in set(used) and is_identifier(c)]
     if not found:
-        return []
-    return [
-        f"{table} has columns that may say whose an image is and that were not used:"
-        f" {', '.join(found)}. If one of them does, import with --group-column."
-    ]
+        return Unused()
+    repeating = []
+    for column in found:
+        people = [name for row in rows if (name := somebody(row.get(column, "")))]
+        if len(set(people)) < len(people):
+            repeating.append(column)
+    return Unused(
+        (
+            f"{table} has columns that may say whose an image is and that were not used:"
+            f" {', '.join(map(repr, found))}. If one of them does, import with --group-column"
+            f" {(repeating or found)[0]!r}.",
+        ),
+        tuple(repeating),
+    )
+
+
+class SameColumnTwice(UserError):
+    """Two columns of one name may say whose the images are: no table to pass over in silence."""
 
 
 def read_table(files: Files, name: str) -> list[dict[str, str]]:
@@ -150,7 +216,16 @@ def read_table(files: Files, name: str) -> list[dict[str, str]]:
     delimiter = max(",;\t", key=head.count)
     rows = []
     try:
-        for row in csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter):
+        # A short row's missing cells are empty ones, or its columns would not be seen.
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restval="")
+        heading = [c.strip() for c in reader.fieldnames or ()]
+        twice = [c for c, count in Counter(heading).items() if count > 1 and is_identifier(c)]
+        if twice:
+            raise SameColumnTwice(
+                f"{name} has two columns called {twice[0]!r}, which may say whose an image is:"
+                " rename one of them, and say which one does with --group-column."
+            )
+        for row in reader:
             rows.append(
                 {
                     key.strip(): value.strip()
@@ -186,6 +261,8 @@ def rows_or_none(files: Files, name: str) -> list[dict[str, str]]:
     """
     try:
         return read_table(files, name)
+    except SameColumnTwice:
+        raise
     except UserError:
         return []
 
@@ -197,6 +274,7 @@ def assign_splits(
     seed: int = 0,
     *,
     all_train: bool = False,
+    group_name: str = "group",
 ) -> tuple[Record, ...]:
     """Give every record a split; what a set brings of its own stays, unless `all_train`.
 
@@ -214,23 +292,29 @@ def assign_splits(
     rng = np.random.default_rng(seed)
     if "test" not in given:
         result = _move(result, "test", TEST_SHARE, n_classes, rng)
-        notes.append(f"No test split was given: {TEST_SHARE:.0%} was cut from training.")
+        notes.append(_cut(result, "test", len(records)))
     if "validation" not in given:
         share = VALIDATION_SHARE / (1 - TEST_SHARE) if "test" not in given else VALIDATION_SHARE
         result = _move(result, "validation", share, n_classes, rng)
-        notes.append(
-            f"No validation split was given: {VALIDATION_SHARE:.0%} was cut from training."
-        )
+        notes.append(_cut(result, "validation", len(records)))
     splits_of: dict[str, set[str | None]] = defaultdict(set)
     for record in result:
         splits_of[record.group].add(record.split)
-    torn = sum(len(splits) > 1 for splits in splits_of.values())
+    torn = sum("train" in splits and len(splits) > 1 for splits in splits_of.values())
     if torn:
         notes.append(
-            f"{torn} groups stand in more than one of the splits that the set brings: they are in"
-            " training and are measured with, so that unit = 'group' is refused."
+            f"{torn} {group_name}s stand in training and in validation or test of the splits that"
+            " the set brings, so that unit = 'group' is refused."
         )
     return tuple(result)
+
+
+def _cut(records: Sequence[Record], to: Split, whole: int) -> str:
+    """What became of a split that the set did not bring."""
+    moved = sum(record.split == to for record in records)
+    if not moved:
+        return f"No {to} split was given, and there are too few images to cut one from training."
+    return f"No {to} split was given: {moved:,} of {whole:,} images were cut from training."
 
 
 def _move(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from xcal.data.decode import is_image_name
-from xcal.data.dicom import decode_file, group_of_file
+from xcal.data.dicom import decode_file, patient_of_file
 from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
@@ -17,18 +18,20 @@ from xcal.data.listing import (
     alone,
     chosen_column,
     find_column,
+    find_group_column,
     group_name_of,
     read_table,
     rows_or_none,
+    somebody,
     tables,
     unused_identifiers,
 )
 from xcal.errors import UserError
 
 # Compared without case, spaces, underscores, hyphens and dots (`plain_column`).
-_PATH = ("path", "file", "filename", "image", "image_path", "file_path", "image_file")
+PATH_COLUMNS = ("path", "file", "filename", "image", "image_path", "file_path", "image_file")
 _LABEL = ("label", "class", "target", "diagnosis")
-_GROUP = (
+GROUP_COLUMNS = (
     "group group_id patient patient_id patient_number patient_no subject subject_id person"
     " person_id participant participant_id mrn lesion lesion_id"
 ).split()
@@ -49,13 +52,13 @@ def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
     for name in names:
         rows = rows_or_none(files, name)
         wanted = [
-            [choice.path] if choice.path else _PATH,
+            [choice.path] if choice.path else PATH_COLUMNS,
             [choice.label] if choice.label else _LABEL,
         ]
         if rows and all(find_column(rows[0], some) for some in wanted):
             return name
-    # With columns named by hand, what is wrong with the one table there is is worth saying.
-    return names[0] if len(names) == 1 and (choice.path or choice.label) else None
+    # With a label named by hand, what is wrong with the one table there is is worth saying.
+    return names[0] if len(names) == 1 and choice.label else None
 
 
 def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> Listing:
@@ -67,14 +70,18 @@ def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) ->
             return chosen_column(table, rows[0], wanted, option)
         return find_column(rows[0], names)
 
-    path_column = column(choice.path, "--path-column", _PATH)
+    path_column = column(choice.path, "--path-column", PATH_COLUMNS)
     label_column = column(choice.label, "--label-column", _LABEL)
-    group_column = column(choice.group, "--group-column", _GROUP)
+    if choice.group is not None:
+        group_column: str | None = chosen_column(table, rows[0], choice.group, "--group-column")
+    else:
+        group_column = find_group_column(table, rows[0], GROUP_COLUMNS)
     split_column = find_column(rows[0], _SPLIT)
     if path_column is None or label_column is None:
         raise UserError(
             f"{table} needs the columns path and label; it has {', '.join(rows[0])}: say which they"
-            " are with --path-column and --label-column."
+            " are with --path-column and --label-column, or, where folders are named by class, give"
+            " the folder that they and the table are in."
         )
     classes = tuple(sorted({row.get(label_column, "") for row in rows} - {""}))
     if len(classes) < 2:
@@ -84,7 +91,9 @@ def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) ->
     records: list[Record] = []
     missing: list[tuple[str, str]] = []
     seen: set[str] = set()
-    by_file_patient = False
+    group_name = RECORD_GROUPS if group_column is None else group_name_of(group_column)
+    # Who is meant by a column of lesions, or by one that the user chose, no header can say.
+    ask_files = choice.group is None and group_name != "lesion"
     for number, row in enumerate(rows, start=2):
         given = row.get(path_column, "")
         path = posixpath.normpath(posixpath.join(folder, given.replace("\\", "/")))
@@ -108,18 +117,23 @@ def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) ->
             missing.append((given, "has no label"))
         else:
             seen.add(path)
-            group = row.get(group_column, "") if group_column else ""
-            own = None if group else group_of_file(files, path)
-            by_file_patient |= own is not None
-            group = f"group {group}" if group else own or alone(path)
+            group = somebody(row.get(group_column, "")) if group_column else ""
+            own = patient_of_file(files, path) if ask_files else None
+            if group and own is not None and own != group:
+                raise UserError(
+                    f"{table} and the header of {path} (PatientID) name different people: mend"
+                    " one of them, or say that the table is right with --group-column"
+                    f" {group_column!r}."
+                )
+            if own is not None and group_column is None:
+                group_name = "patient"
+            group = group or own or ""
+            group = f"group {group}" if group else alone(path)
             records.append(Record(path, numbers[label], group, split))
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    if group_column is not None:
-        group_name = group_name_of(group_column)
-    else:
-        group_name = "patient" if by_file_patient else RECORD_GROUPS
     used = (path_column, label_column, group_column, split_column)
+    unused = unused_identifiers(table, rows, used)
     return Listing(
         kind="csv",
         default_name=name,
@@ -130,5 +144,71 @@ def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) ->
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         missing=tuple(missing),
-        notes=tuple(unused_identifiers(table, rows[0], used)),
+        notes=unused.notes,
+        repeating=unused.repeating,
     )
+
+
+@dataclass(frozen=True)
+class People:
+    """Whose images are, as tables beside them say; by the image's name."""
+
+    of: dict[str, str]
+    group_name: str | None = None
+    """None: no table says anything."""
+    tables: int = 0
+    notes: tuple[str, ...] = ()
+    repeating: tuple[str, ...] = ()
+
+
+def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> People:
+    """What CSVs beside images that lie in class folders say about whose they are.
+
+    A table names an image by its path, from the table's folder or the whole set's, or by its name
+    alone where no two images share it; an ending may be left out.
+    """
+    by_name: dict[str, str | None] = {}
+    for image in images:
+        for short in {posixpath.basename(image), posixpath.splitext(posixpath.basename(image))[0]}:
+            by_name[short] = None if short in by_name else image
+    there, of = set(images), dict[str, str]()
+    names: list[str] = []
+    notes: list[str] = []
+    repeating: list[str] = []
+    for table in tables(files):
+        rows = rows_or_none(files, table)
+        if not rows:
+            continue
+        path_column = find_column(rows[0], [choice.path] if choice.path else PATH_COLUMNS)
+        if choice.group is not None:
+            group_column = find_column(rows[0], [choice.group])
+        else:
+            group_column = find_group_column(table, rows[0], GROUP_COLUMNS)
+        if path_column is not None and group_column is not None:
+            names.append(group_name_of(group_column))
+            for row in rows:
+                given = posixpath.normpath(row[path_column].replace("\\", "/"))
+                beside = posixpath.normpath(posixpath.join(posixpath.dirname(table), given))
+                full = next((p for p in (beside, given) if p in there), None)
+                named = full or by_name.get(posixpath.basename(given))
+                person = somebody(row[group_column])
+                if named is None or not person:
+                    continue
+                if of.setdefault(named, person) != person:
+                    raise UserError(
+                        f"{table} names another {names[-1]} of {named} than a line before: mend it."
+                    )
+        unused = unused_identifiers(table, rows, (path_column, path_column and group_column))
+        notes += unused.notes
+        repeating += unused.repeating
+    if choice.group is not None and not names:
+        raise UserError(
+            f"No CSV beside the images has a column {choice.group!r} and one that names image"
+            " files: name them with --group-column and --path-column."
+        )
+    if len(set(names)) > 1:
+        raise UserError(
+            f"The tables beside the images tell of {' and of '.join(sorted(set(names)))}s: say"
+            " which column counts with --group-column."
+        )
+    return People(of, names[0] if of else None, len(names), tuple(notes), tuple(repeating))

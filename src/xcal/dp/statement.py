@@ -152,8 +152,9 @@ def _promise(situation: Situation) -> str:
             " training images." + _nominal(situation)
         )
     plan = plans[0]
+    only = f", the only one that is used of a {_person(situation)}" if _cap(situation) == 1 else ""
     unit = (
-        "one image (record)"
+        f"one image (record){only}"
         if plan.unit == "record"
         else f"all images of one {situation.group_name} (group)"
     )
@@ -354,7 +355,8 @@ def _warnings(situation: Situation) -> list[str]:
             "Some units stand at several clients: such a unit pays the sum of those clients' costs"
             " at one common order, which is more than the stated epsilon."
         )
-    if situation.plans and situation.unit == "record" and situation.group_name != "record":
+    several = situation.group_name != "record" and _cap(situation) != 1
+    if situation.plans and situation.unit == "record" and several:
         found.add(
             f"The guarantee is per image: unit = 'group' protects the {situation.group_name}."
         )

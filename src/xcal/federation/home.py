@@ -254,6 +254,7 @@ class ClientHome:
             if getattr(whole, key) != getattr(experiment, key):
                 raise UserError(f"The request's {key} is not that of this home's trial: refused.")
         data, parts = _parts(whole)
+        check_groups_apart(whole.privacy_unit, data)
         if self.about.shard >= len(parts.shards):
             raise UserError(
                 f"This home's trial has {len(parts.shards)} parts, none of number"

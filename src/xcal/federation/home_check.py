@@ -15,7 +15,7 @@ from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
 from xcal.federation.policy import looser_than_recommended
-from xcal.federation.setup import check_groups_known
+from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site import remembered_head
 from xcal.methods.client_data import TooManyUnits, check_declared_units
 
@@ -107,6 +107,10 @@ def _data(home: ClientHome, unit: str) -> list[Finding]:
         if home.about.data is not None:
             data = catalog.load(home.about.data)
             check_groups_known(home.policy.unit, data)
+            check_groups_apart(home.policy.unit, data)
+            if data.shared_groups:
+                told = f"{data.shared_groups} {data.group_name}s have training images here and"
+                found.append(Finding("warning", f"{told} others in validation or test of the set"))
             images = data.train
         else:
             images = home.images(home.trial()).images

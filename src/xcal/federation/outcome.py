@@ -104,8 +104,8 @@ def write_preamble(
             add_remove=add_remove_of(federation, reports),
             plugins={key: name for key in PLUGINS if ":" in (name := getattr(experiment, key))},
             measured=_measured(federation),
+            shared_groups=federation.shared_groups > 0,
             # Of a data set whose training images nobody here trains on it says nothing.
-            shared_groups=parts is not None and federation.data.shared_groups > 0,
             groups_declared=parts is not None and federation.data.groups_declared,
         )
     )

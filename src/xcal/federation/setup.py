@@ -46,6 +46,7 @@ class Federation:
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
     declared: tuple[int | None, ...] = ()  # units by the homes' own files; None: counted
     warnings: tuple[str, ...] = ()  # what the run will not be able to measure
+    shared_groups: int = 0  # of the training images, that the set has in validation or test too
     explains: bool = True  # whether the network's answers can be explained
 
     @property
@@ -134,7 +135,12 @@ def with_unit(experiment: Experiment, data: ImageData) -> Experiment:
 
 def settled(experiment: Experiment) -> Experiment:
     """`with_unit` where the data set is not at hand yet, for what pins an experiment."""
-    return experiment if experiment.unit else with_unit(experiment, _load(experiment, fewest=True))
+    return experiment if experiment.unit else with_unit(experiment, load_fewest(experiment))
+
+
+def load_fewest(experiment: Experiment) -> ImageData:
+    """The experiment's data set for what it is, with no more training images than must be."""
+    return _load(experiment, fewest=True)
 
 
 def check_groups_known(unit: str, data: ImageData) -> None:
@@ -156,8 +162,8 @@ def check_groups_apart(unit: str, data: ImageData) -> None:
         raise UserError(
             f"unit = 'group' protects all images of one {data.group_name}, and"
             f" {data.shared_groups} {data.group_name}s of the training images of {data.name} also"
-            " stand in validation or test, which nothing protects: split by"
-            f" {data.group_name}, or set unit = 'record', whose statement names it."
+            f" stand in validation or test, which nothing protects: split by {data.group_name},"
+            " import with --all-train, or set unit = 'record', whose statement names it."
         )
 
 
@@ -240,6 +246,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             " out, or set noise = 'seeded' and no homes."
         )
     experiment, data, parts = load_parts(experiment)
+    shared_groups = data.shared_groups  # also where no such image may be measured
+    if new:  # one that began before this was asked goes on
+        check_groups_apart(experiment.privacy_unit, data)
     data = public_splits(experiment, data)
     check_groups_apart(experiment.privacy_unit, data)
     train, clients = data.train, len(parts.shards)
@@ -295,6 +304,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         tuple(str(client) for client in range(clients)),
         declared,
         warnings=unmeasured(experiment, data, unexplained, withheld=not may_measure(experiment)),
+        shared_groups=shared_groups,
         explains=unexplained is None,
     )
     if new:
@@ -342,7 +352,7 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             f"clients = {experiment.clients}, and {len(set(names))} different ones are known"
             f" ({', '.join(names)}): they must agree."
         )
-    data = _load(experiment, fewest=True)
+    data = load_fewest(experiment)
     experiment = with_unit(experiment, data)
     withheld = not (experiment.public_validation or catalog.is_public(experiment.data))
     if withheld:

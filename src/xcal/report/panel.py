@@ -117,7 +117,8 @@ def save_panel(path: Path, folders: Sequence[Path], images: int = 4) -> None:
     """Draw the figure of these runs on `images` test images and write it as a PNG."""
     entries = load_entries(folders)
     run = entries[0].run
-    shown = choose_images(load_data(run).test, images, len(run.classes))
+    data = load_data(run, beside=[entry.run for entry in entries[1:]])
+    shown = choose_images(data.test, images, len(run.classes))
     if not len(shown):
         raise UserError("There are no test images to show: choose one image or more.")
     views = [image_views(entry.run, shown) for entry in entries]

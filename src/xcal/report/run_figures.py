@@ -257,8 +257,7 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
     """One row an image: the image, then every run's map over it, on one scale."""
     entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
     runs, entries = _explained(runs, entries)
-    # Images of a real population are shown only where somebody agreed to it.
-    if not entries or not may_measure(entries[0].run.experiment):
+    if not entries:
         return []
     first = entries[0].run
     like = [
@@ -267,6 +266,9 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
         if (e.run.experiment.data, e.run.experiment.pixels, e.run.classes)
         == (first.experiment.data, first.experiment.pixels, first.classes)
     ]
+    # Images of a real population are shown only where somebody agreed to it, in every run.
+    if not all(may_measure(entry.run.experiment) for _, entry in like):
+        return []
     images = choose_images(load_data(first).test, count, len(first.classes))
     if not len(images):
         return []

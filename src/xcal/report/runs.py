@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -62,19 +64,25 @@ def load_run(folder: Path) -> LoadedRun:
     return LoadedRun(experiment, model.eval(), tuple(classes))
 
 
-def load_data(run: LoadedRun, name: str | None = None) -> ImageData:
+def load_data(
+    run: LoadedRun, name: str | None = None, *, beside: Sequence[LoadedRun] = ()
+) -> ImageData:
     """The run's data set, or the one called `name`, at the run's size and with its classes.
 
     Another set may list the classes in another order: labels are renumbered into the run's.
+    Refused are images that the homes of this run, or of one `beside` it, withhold.
     """
     experiment = run.experiment
     wanted = name or experiment.data
-    if wanted == experiment.data and not may_measure(experiment):
+    withholding = [r.experiment for r in (run, *beside) if not may_measure(r.experiment)]
+    if any(wanted == held.data for held in withholding):
         raise UserError(
-            f"The homes of this run protect a real population, and nobody agreed that the images of"
-            f" {wanted} be measured (public_validation): name a public data set instead."
+            f"Homes of a real population withhold the images of {wanted}: nobody agreed that they"
+            " be measured (public_validation); `xcal evaluate RUN DATA` measures on a public set."
         )
     data = catalog.load(wanted, pixels=experiment.pixels, seed=DATA_SEED)
+    for held in withholding:
+        _check_others(data, held)
     if name is not None and not len(data.test):
         raise UserError(f"The data set {wanted!r} has no test images: choose another.")
     if data.classes == run.classes:
@@ -90,6 +98,25 @@ def load_data(run: LoadedRun, name: str | None = None) -> ImageData:
             f" are {', '.join(run.classes)}."
         )
     return _renumbered(data, run.classes)
+
+
+def _check_others(data: ImageData, held: Experiment) -> None:
+    """Refuse a set whose test images are withheld ones, imported again under another name."""
+    try:
+        withheld = catalog.load(held.data, pixels=held.pixels, seed=DATA_SEED)
+    except UserError:
+        return  # not on this machine
+    known = {d for _, images in withheld.splits() for d in _digests(images)}
+    same = sum(digest in known for digest in _digests(data.test))
+    if same:
+        raise UserError(
+            f"{same} test images of {data.name} are images of {held.data}, which homes of a real"
+            " population withhold: nobody agreed that they be measured (public_validation)."
+        )
+
+
+def _digests(images: Images) -> list[bytes]:
+    return [hashlib.sha256(image.tobytes()).digest() for image in images.pixels]
 
 
 def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
