@@ -35,13 +35,18 @@ def create_command(
     order: float | None = typer.Option(None, help="The order of the rule renyi."),
 ) -> None:
     """Make a ledger that carries a lifetime limit."""
+    from xcal.federation.files import own_folder
+    from xcal.federation.home import ONE_LEDGER, homes_of_the_same
     from xcal.privacy import ledger as ledgers
     from xcal.privacy.calibration import check_target
     from xcal.privacy.ledger_rows import Terms
 
     check_target(epsilon, delta)
     path = home / "ledger.sqlite"
-    ledgers.create(path, Terms(population, unit, epsilon, delta, rule, order))
+    terms = Terms(population, unit, epsilon, delta, rule, order)
+    ledgers.check_terms(terms)
+    own_folder(home)
+    ledgers.create(path, terms)
     typer.echo(
         f"Created {path}: population {population!r}, per {unit}, ({epsilon:g}, {delta:g}), {rule}."
     )
@@ -50,6 +55,8 @@ def create_command(
     typer.echo(
         f"Keep it and {path.with_suffix('.head').name} safe: a lost ledger cannot be replaced."
     )
+    for line in (ONE_LEDGER, *homes_of_the_same(home, population, None)):
+        typer.echo(line)
 
 
 def room_text(

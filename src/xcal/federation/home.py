@@ -30,7 +30,8 @@ from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
 from xcal.data.sampling import cap_groups
 from xcal.errors import UserError
-from xcal.federation.files import whole_lines, write_bytes
+from xcal.federation.files import own_folder, whole_lines, write_bytes
+from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, read_policy, read_table
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import (
@@ -44,7 +45,7 @@ from xcal.federation.site import Held, Site
 from xcal.models.registry import build_network
 from xcal.privacy import ledger
 from xcal.privacy.ahead import SecureNoiseAhead
-from xcal.privacy.ledger_rows import Terms
+from xcal.privacy.ledger_rows import Terms, read_rows, terms_of
 from xcal.privacy.noise import NoiseSource, SeededNoise
 from xcal.training.local import LocalData, TooManyUnits
 
@@ -257,6 +258,13 @@ class ClientHome:
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
 
+    def _partition(self, experiment: Experiment, images: Images) -> PartitionRecord:
+        """Which images of which data set these are: all of its own, or a part of a trial's."""
+        if self.about.data is not None:
+            return PartitionRecord.of(images, experiment)
+        whole = self.trial()
+        return PartitionRecord.of(images, whole, self.about.shard, len(_parts(whole)[1].shards))
+
     def hold(self, experiment: Experiment) -> Held:
         """This client's data and noise for a round of the experiment."""
         own = self.images(experiment)
@@ -279,6 +287,7 @@ class ClientHome:
             data=data,
             noise=self.noise(),
             dealt=self.about.data is None,
+            partition=self._partition(experiment, own.images),
             build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
         return Held(site, own.classes, own.images.pixels.shape[1])
@@ -348,15 +357,39 @@ def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> C
         simulated=about.simulated,
     )
     ledger.check_terms(terms)  # before a file is written that would be in the way next time
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise UserError(f"{path} cannot be created: {error.strerror}.") from error
+    own_folder(path)
     write_bytes(path / "policy.toml", commented(policy).encode())
     ledger.create(path / "ledger.sqlite", terms)
     write_bytes(path / "home.toml", commented(about).encode())  # last: now it is a home
     return ClientHome.open(path)
+
+
+ONE_LEDGER = (
+    "Charge these people's data here alone: any other ledger over them grants its own limit, and"
+    " what they spend adds up."
+)
+
+
+def homes_of_the_same(home: Path, population: str, data: str | None) -> list[str]:
+    """Real homes beside this one that name its population or its data set, a sentence each."""
+    found = []
+    for other in sorted(home.resolve().parent.iterdir()):
+        if other == home.resolve() or not (other / "ledger.sqlite").is_file():
+            continue
+        try:
+            terms = terms_of(read_rows(other / "ledger.sqlite"))
+            file = other / "home.toml"
+            theirs = read_table(HomeTable, file, "home").data if file.exists() else None
+        except UserError:
+            continue  # whose it is cannot be said
+        same = [f"population {population!r}"] * (terms.population == population)
+        same += [f"data set {data!r}"] * (data is not None and theirs == data)
+        if terms.of_real_people and same:
+            found.append(
+                f"Beware: {home.parent / other.name} has the {' and the '.join(same)} too: whoever"
+                " stands in both may be charged up to the sum of both limits."
+            )
+    return found
 
 
 def commented(table: BaseModel) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.partition_record import PartitionRecord
 from xcal.privacy.ledger import Ledger
 from xcal.privacy.ledger_rows import Head
 from xcal.privacy.noise import NoiseSource
@@ -59,6 +60,7 @@ class Site:
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
     dealt: bool = False  # whether its images were dealt out, and one unit less moves others
+    partition: PartitionRecord | None = None  # which images of the data set these are
     # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
     admit: Callable[[Ledger], None] | None = None
     _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies

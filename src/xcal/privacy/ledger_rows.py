@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcal.config import read_toml
 from xcal.errors import UserError
 from xcal.privacy.accounting import budget_at, joint_sigma, reference_cost
 from xcal.privacy.pld import SIGMA_SLACK, reference_delta
@@ -61,6 +62,11 @@ class Terms:
     rule: str = "sum"
     order: float | None = None
     simulated: bool = False  # made by a simulation for itself: seeded noise may be charged to it
+
+    @property
+    def of_real_people(self) -> bool:
+        """Whether it limits what a real population's data pay."""
+        return self.epsilon is not None and not self.simulated
 
 
 @dataclass(frozen=True)
@@ -412,6 +418,33 @@ def covers(ledger_unit: str, run_unit: str) -> bool:
     return run_unit == ledger_unit
 
 
+def how_to_cover(unit: str) -> str:
+    """What to do about a run that protects something else than this unit."""
+    if unit == "group":
+        return (
+            "set unit = 'group', which needs a data set that says whose its images are (`xcal data"
+            " import --group-column`); a home made with --unit record takes runs per image"
+        )
+    return f"set unit = {unit!r}, or name a home that was made with another --unit"
+
+
+def no_such_home(home: str, *, begun: bool) -> UserError:
+    """A home named by a run is not there; most often the path is relative to another folder."""
+    if Path(home).is_absolute():
+        return UserError(
+            f"There is no home {home}: put it back, or make one with `xcal home init` or `xcal"
+            " ledger create`."
+        )
+    what = "do this in the folder that the run was started in" if begun else "name the whole path"
+    return UserError(f"There is no home {home} in {Path.cwd()}, and the path is relative: {what}.")
+
+
+def _homes_of(run: Path) -> tuple[str, ...]:
+    """The homes that a run's folder names; their ledgers are not in it."""
+    file = run / "experiment.toml"
+    return tuple(read_toml(file).get("homes") or ()) if file.exists() else ()
+
+
 def find_ledgers(path: Path) -> Iterator[Path]:
     """The ledgers meant by a path: a ledger, a client home, or a run's folder."""
     if path.is_file():
@@ -424,6 +457,10 @@ def find_ledgers(path: Path) -> Iterator[Path]:
         (path / "clients").glob("*/ledger.sqlite"),
         key=lambda p: (len(p.parent.name), p.parent.name),
     )
+    for home in _homes_of(path):
+        if not Path(home).is_dir():
+            raise no_such_home(home, begun=True)
+        found.append(Path(home) / "ledger.sqlite")
     if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
         found.append(path / "server" / "ledger.sqlite")
     if not found:
