@@ -87,7 +87,9 @@ class Experiment(BaseModel):
     )
     concentration: Positive = Field(0.5, description="Dirichlet concentration of a label shift")
     units_per_client: Whole | None = Field(
-        None, description="units at each client; drawn with replacement where too few"
+        None,
+        description="units at each client; where there are too few, clients share some, which homes"
+        " of a real population refuse",
     )
     keep_groups: bool = Field(True, description="keep a group's images at one client")
     homes: tuple[str, ...] | None = Field(
@@ -223,8 +225,8 @@ class Experiment(BaseModel):
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None,
-        description="images in every pass, filled up; 0: as many as are drawn; by default 32 where"
-        " noise is secure, else 0",
+        description="images in every pass, filled up; 0: as many as are drawn, which homes of a real"
+        " population refuse; by default 32 where noise is secure, else 0",
     )
     keep_mb: Annotated[int, Field(ge=0)] = Field(
         512,

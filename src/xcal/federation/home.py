@@ -4,6 +4,7 @@
     policy.toml      what it allows
     ledger.sqlite    what its population has paid
     refusals.jsonl   what it refused, and why
+    partition.json   which part of a data set it was first charged for
     runs/            its answers, by run
 
 The server never reads or writes any of it.
@@ -263,7 +264,10 @@ class ClientHome:
         if self.about.data is not None:
             return PartitionRecord.of(images, experiment)
         whole = self.trial()
-        return PartitionRecord.of(images, whole, self.about.shard, len(_parts(whole)[1].shards))
+        parts = _parts(whole)[1]
+        return PartitionRecord.of(
+            images, whole, self.about.shard, len(parts.shards), shared=parts.shared_units
+        )
 
     def hold(self, experiment: Experiment) -> Held:
         """This client's data and noise for a round of the experiment."""

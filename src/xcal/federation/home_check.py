@@ -61,6 +61,14 @@ def _ledger(home: ClientHome) -> list[Finding]:
                 f" {home.about.population!r}",
             )
         )
+    if not covers(home.policy.unit, terms.unit):
+        checked.append(
+            Finding(
+                "problem",
+                f"policy.toml asks for unit = {home.policy.unit!r}, and the ledger is kept per"
+                f" {terms.unit}: set it to {terms.unit!r}",
+            )
+        )
     if home.about.simulated and not terms.simulated:
         checked.append(
             Finding("problem", "the home is simulated, and its ledger protects a real population")

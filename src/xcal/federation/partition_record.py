@@ -49,12 +49,11 @@ class PartitionRecord:
         *,
         shared: bool = False,
     ) -> PartitionRecord:
-        unit = "group" if experiment.privacy_unit == "group" else "record"
         return PartitionRecord(
             partition_id,
             num_partitions,
             {k: getattr(experiment, k) for k in PARTITION_KEYS} | {"clients": num_partitions},
-            UnitTable.of(unit, images.groups).n_units,
+            UnitTable.of(experiment.privacy_unit, images.groups).n_units,
             hashlib.sha256("\n".join(sorted(images.ids.tolist())).encode()).hexdigest(),
             shared,
         )
