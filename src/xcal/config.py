@@ -225,8 +225,8 @@ class Experiment(BaseModel):
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
         None,
-        description="images in every pass, filled up; 0: as many as are drawn, which homes of a real"
-        " population refuse; by default 32 where noise is secure, else 0",
+        description="images in every pass, filled up; 0: as many as are drawn, which homes of a"
+        " real population refuse; by default 32 where noise is secure, else 0",
     )
     keep_mb: Annotated[int, Field(ge=0)] = Field(
         512,
