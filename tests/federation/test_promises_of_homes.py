@@ -119,25 +119,33 @@ def test_homes_that_would_share_patients_are_refused(
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"seed": 1}, "seed"),
         ({"partition": "label"}, "partition"),
         ({"units_per_client": 60}, "units_per_client"),
         ({"train_images": 120}, "train_images"),
         ({"keep_groups": False}, "keep_groups"),
     ],
 )
-def test_another_deal_of_the_patients_is_refused(
-    invoke: Invoke, tmp_path: Path, homes: list[Path], keys: dict[str, Any], named: str
+def test_another_partition_is_refused_by_the_key_that_makes_it(
+    invoke: Invoke, tmp_path: Path, bare: list[Path], keys: dict[str, Any], named: str
+) -> None:
+    assert run(invoke, tmp_path / "first", bare)[0] == 0
+    code, _, err = run(invoke, tmp_path / "second", bare, **keys)
+    assert code == 2
+    assert f"{named} = " in err and len(err.strip().splitlines()) == 1
+
+
+def test_another_seed_moves_nobody_to_another_ledger(
+    invoke: Invoke, tmp_path: Path, homes: list[Path]
 ) -> None:
     assert run(invoke, tmp_path / "first", homes)[0] == 0
     before = [rows(home) for home in homes]
-    code, _, err = run(invoke, tmp_path / "second", homes, **keys)
+    code, _, err = run(invoke, tmp_path / "second", homes, seed=1)
     assert code == 2
-    assert f"{named} = " in err and len(err.strip().splitlines()) == 1
+    assert "seed = 0" in err and "seed = 1" in err and len(err.strip().splitlines()) == 1
     assert [rows(home) for home in homes] == before
     assert not (tmp_path / "second").exists()
     assert told(homes[0])[-1]["code"] == "data"
-    # what deals nobody elsewhere is a run like any other
+    # what gives nobody another home is a run like any other
     assert run(invoke, tmp_path / "second", homes, lr=0.1, epsilon=4.0, concentration=0.9)[0] == 0
 
 

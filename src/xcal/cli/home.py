@@ -142,9 +142,12 @@ def make_home(
     )
     checked_data = data_at_hand(draft := ClientHome(home, about, policy))
     if checked_data:
+        part = ""
+        if units is not None and data is not None:
+            part = "; a home that has a part of a set is made with --experiment and --shard"
         for finding in check_data(draft):
             if finding.level == "problem":
-                raise UserError(f"No home was made: {finding.text.rstrip('.')}.")
+                raise UserError(f"No home was made: {finding.text.rstrip('.')}{part}.")
     made = create_home(home, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
     typer.echo(room_text(epsilon, delta, epsilon_run, delta_run))

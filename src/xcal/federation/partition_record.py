@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment
+from xcal.config import Experiment, to_toml
 from xcal.data.images import Images
 from xcal.data.sampling import UnitTable
 from xcal.errors import UserError
@@ -80,12 +80,12 @@ class PartitionRecord:
         if known.num_partitions != self.num_partitions:
             differ = ["clients"]  # the others matter among as many only
         told = [
-            ", ".join(f"{key} = {keys.get(key)!r}" for key in differ)
+            ", ".join(_told(key, keys.get(key)) for key in differ)
             for keys in (known.keys, self.keys)
         ]
         if differ:
             then, now = (f"{p} with {t}" for p, t in zip((known, self), told, strict=True))
-            what = f"set {told[0]} again"
+            what = f"go back to {told[0]}"
         elif known.partition_id != self.partition_id:
             then, now, what = str(known), str(self), "name the homes in their old order"
         else:
@@ -97,6 +97,11 @@ class PartitionRecord:
             f" would move between ledgers, each of which grants its own limit; {what}, or give"
             " every home a data set of its own.",
         )
+
+
+def _told(key: str, value: object) -> str:
+    """A key as an experiment file has it."""
+    return f"no {key}" if value is None else to_toml({key: value}).strip()
 
 
 def recorded_partition(home: Path) -> PartitionRecord | None:

@@ -435,7 +435,11 @@ def no_such_home(home: str, *, begun: bool) -> UserError:
             f"There is no home {home}: put it back, or make one with `xcal home init` or `xcal"
             " ledger create`."
         )
-    what = "do this in the folder that the run was started in" if begun else "name the whole path"
+    what = (
+        "do this in the folder that the run was started in"
+        if begun
+        else "name its whole path, or make it with `xcal home init`"
+    )
     return UserError(f"There is no home {home} in {Path.cwd()}, and the path is relative: {what}.")
 
 
