@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 import xcal
-from xcal.dp.ledger.rows import find_ledgers, verify
+from xcal.dp.ledger.rows import verify
 from xcal.federation.folder import commit, versions
+from xcal.federation.ledgers_of import find_ledgers
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = resource.getpagesize()

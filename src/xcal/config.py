@@ -138,7 +138,8 @@ class Experiment(BaseModel):
     )
     units_per_client: Whole | None = key(
         None,
-        description="units at each client; drawn with replacement where too few",
+        description="units at each client; where there are too few, clients share some, which homes"
+        " of a real population refuse",
         travels=False,
     )
     keep_groups: bool = key(True, description="keep a group's images at one client", travels=False)
@@ -238,8 +239,8 @@ class Experiment(BaseModel):
     )
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = key(
         None,
-        description="images in every pass, filled up; 0: as many as are drawn; by default 32 where"
-        " noise is secure, else 0",
+        description="images in every pass, filled up; 0: as many as are drawn, which homes of a"
+        " real population refuse; by default 32 where noise is secure, else 0",
         travels=False,
     )
     keep_mb: Annotated[int, Field(ge=0)] = key(

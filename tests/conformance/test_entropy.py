@@ -24,12 +24,13 @@ import xcal
 from support import TINY, make_sites, tiny, tiny_home
 from wire import KEYS, a_request, ask, changed, real
 from xcal.dp.ledger import ledger
-from xcal.dp.ledger.rows import Terms, find_ledgers, read_rows, runs_of
+from xcal.dp.ledger.rows import Terms, read_rows, runs_of
 from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.experiments import make_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.home import ClientHome
+from xcal.federation.ledgers_of import find_ledgers
 from xcal.federation.local import server_noise
 from xcal.federation.messages import LOCAL_KEYS, Refusal, Reply
 from xcal.federation.setup import prepare, prepare_remote

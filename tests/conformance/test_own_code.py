@@ -13,10 +13,11 @@ import misbehaving
 import xcal
 from support import TINY, sets, xcal_process
 from xcal.dp.batch_invariance import DependentNetwork
-from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of, verify
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
+from xcal.federation.ledgers_of import find_ledgers
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import prepare
 

@@ -14,7 +14,8 @@ import torch
 
 import xcal
 from support import ROOT, TINY
-from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
+from xcal.federation.ledgers_of import find_ledgers
 from xcal.methods.context import Optimiser
 from xcal.methods.registry import METHODS
 from xcal.privacy import noise as noises

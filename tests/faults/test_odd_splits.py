@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from support import micro
-from xcal.dp.ledger.rows import find_ledgers, read_rows, verify
+from xcal.dp.ledger.rows import read_rows, verify
+from xcal.federation.ledgers_of import find_ledgers
 
 Invoke = Callable[..., tuple[int, str, str]]
 

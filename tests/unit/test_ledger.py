@@ -21,7 +21,6 @@ from xcal.dp.ledger.rows import (
     check_chain,
     check_head,
     covers,
-    find_ledgers,
     read_head,
     read_rows,
     runs_of,
@@ -29,6 +28,7 @@ from xcal.dp.ledger.rows import (
     verify,
 )
 from xcal.errors import UserError
+from xcal.federation.ledgers_of import find_ledgers
 
 RUN = RunTerms("run", "xcal", "record", 3.0, 1e-5, 8.0, budget_at(8.0, 3.0, 1e-5), 10)
 TERMS = Terms("people", "record", 4.0, 1e-4)

@@ -498,7 +498,9 @@ def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
     about = HomeTable(
         client="0", population="p", experiment=str(tmp_path / "trial.toml"), simulated=True, seed=1
     )
-    policy = Policy(epsilon_total=8.0, delta_total=1e-3, epsilon_run=8.0, delta_run=1e-3)
+    policy = Policy(
+        epsilon_total=8.0, delta_total=1e-3, epsilon_run=8.0, delta_run=1e-3, unit="group"
+    )
     home = create_home(tmp_path / "home", about, policy, unit="group")
     assert home.trial().unit == "group"
     assert [f for f in check_home(home) if f.level == "problem"] == []

@@ -102,7 +102,14 @@ def make_home(
 ) -> None:
     """Check the owner's terms, make the home and say so."""
     from xcal.dp.calibration import check_target
-    from xcal.federation.home import HomeTable, create_home
+    from xcal.federation.home import (
+        ONE_LEDGER,
+        ClientHome,
+        HomeTable,
+        create_home,
+        homes_of_the_same,
+    )
+    from xcal.federation.home_check import check_data, data_at_hand
     from xcal.federation.policy import Policy
 
     check_target(epsilon, delta)
@@ -133,6 +140,14 @@ def make_home(
         delta_run=delta if delta_run is None else delta_run,
         unit=unit,
     )
+    checked_data = data_at_hand(draft := ClientHome(home, about, policy))
+    if checked_data:
+        part = ""
+        if units is not None and data is not None:
+            part = "; a home that has a part of a set is made with --experiment and --shard"
+        for finding in check_data(draft):
+            if finding.level == "problem":
+                raise UserError(f"No home was made: {finding.text.rstrip('.')}{part}.")
     made = create_home(home, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
     if why:
@@ -142,6 +157,11 @@ def make_home(
         "Read policy.toml and set it to what you allow; keep ledger.sqlite and ledger.head safe:"
         " a lost ledger cannot be replaced."
     )
+    if seed is None:
+        for line in (ONE_LEDGER, *homes_of_the_same(home, population, data)):
+            typer.echo(line)
+    if not checked_data:
+        typer.echo(f"The data are not here yet: run `xcal home check {home}` once they are.")
 
 
 def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tuple[str, str]:

@@ -38,10 +38,15 @@ def create_command(
     from xcal.dp.calibration import check_target
     from xcal.dp.ledger import ledger as ledgers
     from xcal.dp.ledger.rows import Terms
+    from xcal.federation.files import own_folder
+    from xcal.federation.home import ONE_LEDGER, homes_of_the_same
 
     check_target(epsilon, delta)
     path = home / "ledger.sqlite"
-    ledgers.create(path, Terms(population, unit, epsilon, delta, rule, order))
+    terms = Terms(population, unit, epsilon, delta, rule, order)
+    ledgers.check_terms(terms)
+    own_folder(home)
+    ledgers.create(path, terms)
     typer.echo(
         f"Created {path}: population {population!r}, per {unit}, ({epsilon:g}, {delta:g}), {rule}."
     )
@@ -50,6 +55,8 @@ def create_command(
     typer.echo(
         f"Keep it and {path.with_suffix('.head').name} safe: a lost ledger cannot be replaced."
     )
+    for line in (ONE_LEDGER, *homes_of_the_same(home, population, None)):
+        typer.echo(line)
 
 
 def room_text(
@@ -81,7 +88,8 @@ def show_command(
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
     from xcal.dp.ledger.analysis import lifetime_text
-    from xcal.dp.ledger.rows import charges_of, find_ledgers, read_rows, runs_of, terms_of
+    from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, terms_of
+    from xcal.federation.ledgers_of import find_ledgers
 
     console = Console(markup=False, emoji=False)
     for found in find_ledgers(path):
@@ -132,7 +140,8 @@ def verify_command(
 ) -> None:
     """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
     from xcal.dp.ledger.analysis import lifetime_text
-    from xcal.dp.ledger.rows import find_ledgers, read_rows, verify
+    from xcal.dp.ledger.rows import read_rows, verify
+    from xcal.federation.ledgers_of import find_ledgers
 
     failed = False
     for found in find_ledgers(path):
@@ -154,8 +163,8 @@ def backup_command(
 ) -> None:
     """Copy a ledger and its head, whole, also while a client spends from it."""
     from xcal.dp.ledger.backup import back_up
-    from xcal.dp.ledger.rows import find_ledgers
     from xcal.errors import UserError
+    from xcal.federation.ledgers_of import find_ledgers
 
     found = list(find_ledgers(path))
     if len(found) != 1:
@@ -173,7 +182,8 @@ def analyse_command(
 ) -> None:
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
     from xcal.dp.ledger.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
-    from xcal.dp.ledger.rows import find_ledgers, read_rows
+    from xcal.dp.ledger.rows import read_rows
+    from xcal.federation.ledgers_of import find_ledgers
 
     found = []
     for ledger in find_ledgers(path):

@@ -96,6 +96,11 @@ class Plan:
         return lowest * self.sigma_static / self.sigma_ref
 
     @property
+    def sigma_first(self) -> float:
+        """Multiplier of all that a first step releases together: what the run's steps cost."""
+        return self.sigma_static if self.epsilon_signal is None else self.sigma_joint_min
+
+    @property
     def fixed(self) -> dict[str, Any]:
         """What a run reserves of a plan whose steps are all alike; nothing where they may move."""
         if self.accountant != "pld":

@@ -11,19 +11,22 @@ from xcal.dp.calibration import Plan
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.home import ClientHome, Owner, logged, read_owner
+from xcal.federation.partition_record import PARTITION_KEYS, PartitionRecord
 from xcal.federation.policy import admit_experiment, admit_plan
 from xcal.federation.refusals import Refused, naming
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import Method
 
-# What decides which images a part of an experiment's data has.
-_PARTS = (
-    "data pixels train_images clients partition concentration units_per_client keep_groups unit"
-    " group_cap seed"
-).split()
 
-
-def admit_run(owner: Owner, ledger: Ledger, run: RunTerms, plan: Plan | None, units: int) -> None:
+def admit_run(
+    owner: Owner,
+    ledger: Ledger,
+    run: RunTerms,
+    plan: Plan | None,
+    units: int,
+    experiment: Experiment,
+    partition: PartitionRecord | None,
+) -> None:
     """Refuse a run that the owner's policy or ledger does not allow. `plan`: by these units."""
     terms = ledger.terms
     if owner.about is not None and terms.population != owner.about.population:
@@ -40,11 +43,37 @@ def admit_run(owner: Owner, ledger: Ledger, run: RunTerms, plan: Plan | None, un
         )
     if owner.policy is not None:
         admit_plan(owner.policy, run.run, plan, ledger.runs.values())
+    if terms.of_real_people and partition is not None:
+        partition.check_remembered(owner.home)
     if run.run in ledger.runs:
         return  # under way: what it asked for was admitted when it was entered
-    if plan is not None and terms.epsilon is not None and not terms.simulated:
-        check_delta(plan.delta, units)
+    if terms.of_real_people:
+        _check_for_people(owner, experiment, partition)
+        if plan is not None:
+            check_delta(plan.delta, units)
     ledger.check(run)
+    if plan is not None:
+        ledger.check_step(plan.sample_rate, plan.sigma_first)
+
+
+def _check_for_people(
+    owner: Owner, experiment: Experiment, partition: PartitionRecord | None
+) -> None:
+    """Refuse what a simulation may do and a home of a real population may not."""
+    if partition is not None and partition.shared:
+        raise Refused(
+            "data",
+            f"With units_per_client = {experiment.units_per_client} some units of"
+            f" {experiment.data!r} stand at several homes, and would pay at each of them: leave it"
+            " out, or lower it until every unit has one home.",
+        )
+    # An owner may allow it in home.toml; whoever starts a run may not.
+    if experiment.rows == 0 and (owner.about is None or owner.about.pass_rows != 0):
+        raise Refused(
+            "experiment-invalid",
+            f"With pass_rows = 0 how an image is rounded depends on who else was drawn, which the"
+            f" guarantee of the home {owner.home} does not cover: leave it out.",
+        )
 
 
 def check_delta(delta: float, units: int) -> None:
@@ -81,7 +110,8 @@ def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
                 )
         return
     trial = ClientHome.open(owner.home).trial()
-    other = [key for key in _PARTS if getattr(trial, key) != getattr(experiment, key)]
+    keys = ("pixels", *PARTITION_KEYS)
+    other = [key for key in keys if getattr(trial, key) != getattr(experiment, key)]
     if other or about.shard != shard:
         what = other[0] if other else "shard"
         raise Refused(
@@ -98,18 +128,18 @@ def ask_home(
     method: Method,
     plan: Plan | None,
     units: int,
-    *,
-    shard: int,
+    partition: PartitionRecord,
 ) -> None:
     """Refuse, in one sentence, a run that this home would refuse; nothing is charged."""
-    owner = read_owner(home)
+    with logged(home, {"run": name}), naming("home"):
+        owner = read_owner(home)
     with to_the_user(owner), logged(home, {"run": name}), naming("ledger"):
-        check_same_data(owner, experiment, shard)
+        check_same_data(owner, experiment, partition.partition_id)
         if owner.policy is not None:
             admit_experiment(owner.policy, experiment)
         with Ledger(owner.ledger_path) as book:
             run = run_terms(name, experiment.privacy_unit, experiment.noise_source, method, plan)
-            admit_run(owner, book, run, plan, units)
+            admit_run(owner, book, run, plan, units, experiment, partition)
 
 
 @contextmanager

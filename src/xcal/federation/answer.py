@@ -135,7 +135,7 @@ def _respond(client: Client, question: Question, on_step: OnStep | None) -> Roun
     run = run_terms(asked.run, site.data.unit, site.noise.name, method, plan)
 
     def admit(ledger: Ledger) -> None:
-        admit_run(owner, ledger, run, plan, units)
+        admit_run(owner, ledger, run, plan, units, experiment, site.partition)
 
     ready = replace(
         site,

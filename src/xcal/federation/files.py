@@ -41,6 +41,15 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
 
 
+def own_folder(path: Path) -> None:
+    """Make a folder that only its owner reads and writes, or have one be so."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"{path} cannot be created: {error.strerror}.") from error
+
+
 def append_text(path: Path, text: str) -> None:
     """Add to a file that only grows; a reader passes over a last line that was cut off."""
     try:

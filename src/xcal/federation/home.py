@@ -4,6 +4,7 @@
     policy.toml      what it allows
     ledger.sqlite    what its population has paid
     refusals.jsonl   what it refused, and why
+    partition.json   which part of a data set it was first charged for
     runs/            its answers, by run
 
 The server never reads or writes any of it.
@@ -29,13 +30,14 @@ from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
 from xcal.dp.ledger import ledger
-from xcal.dp.ledger.rows import Terms
+from xcal.dp.ledger.rows import Terms, read_rows, terms_of
 from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned, read_toml, to_toml
-from xcal.federation.files import whole_lines, write_bytes
+from xcal.federation.files import own_folder, whole_lines, write_bytes
+from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, admit_method, read_policy, read_table
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import (
@@ -263,6 +265,16 @@ class ClientHome:
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
 
+    def _partition(self, experiment: Experiment, images: Images) -> PartitionRecord:
+        """Which images of which data set these are: all of its own, or a part of a trial's."""
+        if self.about.data is not None:
+            return PartitionRecord.of(images, experiment)
+        whole = self.trial()
+        parts = _parts(whole)[1]
+        return PartitionRecord.of(
+            images, whole, self.about.shard, len(parts.shards), shared=parts.shared_units
+        )
+
     def hold(self, experiment: Experiment) -> Held:
         """This client's data and noise for a round of the experiment."""
         own = self.images(experiment)
@@ -285,6 +297,7 @@ class ClientHome:
             data=data,
             noise=self.noise(),
             dealt=self.about.data is None,
+            partition=self._partition(experiment, own.images),
             build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
         return Held(site, own.classes, own.images.pixels.shape[1])
@@ -354,15 +367,39 @@ def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> C
         simulated=about.simulated,
     )
     ledger.check_terms(terms)  # before a file is written that would be in the way next time
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        path.chmod(0o700)
-    except OSError as error:
-        raise UserError(f"{path} cannot be created: {error.strerror}.") from error
+    own_folder(path)
     write_bytes(path / "policy.toml", commented(policy).encode())
     ledger.create(path / "ledger.sqlite", terms)
     write_bytes(path / "home.toml", commented(about).encode())  # last: now it is a home
     return ClientHome.open(path)
+
+
+ONE_LEDGER = (
+    "Charge these people's data here alone: any other ledger over them grants its own limit, and"
+    " what they spend adds up."
+)
+
+
+def homes_of_the_same(home: Path, population: str, data: str | None) -> list[str]:
+    """Real homes beside this one that name its population or its data set, a sentence each."""
+    found = []
+    for other in sorted(home.resolve().parent.iterdir()):
+        if other == home.resolve() or not (other / "ledger.sqlite").is_file():
+            continue
+        try:
+            terms = terms_of(read_rows(other / "ledger.sqlite"))
+            file = other / "home.toml"
+            theirs = read_table(HomeTable, file, "home").data if file.exists() else None
+        except UserError:
+            continue  # whose it is cannot be said
+        same = [f"population {population!r}"] * (terms.population == population)
+        same += [f"data set {data!r}"] * (data is not None and theirs == data)
+        if terms.of_real_people and same:
+            found.append(
+                f"Beware: {home.parent / other.name} has the {' and the '.join(same)} too: whoever"
+                " stands in both may be charged up to the sum of both limits."
+            )
+    return found
 
 
 def commented(table: BaseModel) -> str:

@@ -8,12 +8,14 @@ from typing import Literal
 
 from xcal.data import catalog
 from xcal.data.images import Images
+from xcal.data.store import sizes_of
 from xcal.dp.ledger.head import check_clock
-from xcal.dp.ledger.rows import check_head, read_rows, terms_of, verify
+from xcal.dp.ledger.rows import check_head, covers, read_rows, terms_of, verify
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.home import ClientHome
+from xcal.federation.partition_record import recorded_partition
 from xcal.federation.policy import looser_than_recommended
 from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site import remembered_head
@@ -36,7 +38,7 @@ def check_home(home: ClientHome) -> list[Finding]:
         Finding("ok", "home.toml and policy.toml: in order"),
         *_ledger(home),
         *_memory(home),
-        *_data(home, home.policy.unit),
+        *check_data(home),
         *_policy(home),
         *_modes(home),
     ]
@@ -57,6 +59,14 @@ def _ledger(home: ClientHome) -> list[Finding]:
                 "problem",
                 f"the ledger is of the population {terms.population!r}, the home of"
                 f" {home.about.population!r}",
+            )
+        )
+    if not covers(home.policy.unit, terms.unit):
+        checked.append(
+            Finding(
+                "problem",
+                f"policy.toml asks for unit = {home.policy.unit!r}, and the ledger is kept per"
+                f" {terms.unit}: set it to {terms.unit!r}",
             )
         )
     if home.about.simulated and not terms.simulated:
@@ -88,20 +98,36 @@ def _memory(home: ClientHome) -> list[Finding]:
     return found
 
 
-def _declaration(home: ClientHome, images: Images, unit: str) -> Finding:
-    told, declared = f"data: {len(images)} training images", home.about.units
-    if declared is None:
-        return Finding("ok", f"{told} (their number of units becomes public: units declares one)")
+def data_at_hand(home: ClientHome) -> bool:
+    """Whether the home's data set is there at all: a home may be made before its images are."""
+    name = home.about.data or home.trial().data
+    return ":" in name or name == "smear" or bool(sizes_of(name))
+
+
+def _units(home: ClientHome, images: Images) -> int:
+    """How many there are to declare."""
     sizes = UnitTable.groups(images.groups).sizes
     kept = sizes if home.about.group_cap is None else sizes.clip(max=home.about.group_cap)
+    return len(sizes) if home.policy.unit == "group" else int(kept.sum())
+
+
+def _declaration(home: ClientHome, images: Images) -> Finding:
+    told, declared = f"data: {len(images)} training images", home.about.units
+    known = recorded_partition(home.path)
+    units = _units(home, images)
+    if known is not None and known.num_partitions > 1:  # among the homes of `xcal run`
+        told, units = f"data: {known}, {known.units} units", known.units
+    if declared is None:
+        return Finding("ok", f"{told} (their number of units becomes public: units declares one)")
     try:
-        check_declared_units(len(sizes) if unit == "group" else int(kept.sum()), declared)
+        check_declared_units(units, declared)
     except TooManyUnits as error:
         return Finding("problem", str(error))
     return Finding("ok", f"{told} (that there are up to {declared} units becomes public)")
 
 
-def _data(home: ClientHome, unit: str) -> list[Finding]:
+def check_data(home: ClientHome) -> list[Finding]:
+    """Whether the home's images are there, and what it says of them fits them."""
     found = []
     try:
         if home.about.data is not None:
@@ -113,8 +139,12 @@ def _data(home: ClientHome, unit: str) -> list[Finding]:
                 found.append(Finding("warning", f"{told} others in validation or test of the set"))
             images = data.train
         else:
-            images = home.images(home.trial()).images
-        found.append(_declaration(home, images, unit))
+            trial = home.trial()
+            if not covers(home.policy.unit, trial.privacy_unit):
+                text = f"the policy's unit is {home.policy.unit}, its trial's {trial.unit}"
+                return [Finding("problem", f"{text}: no request can be both")]
+            images = home.images(trial).images
+        found.append(_declaration(home, images))
     except UserError as error:
         found.append(Finding("problem", f"the data cannot be had: {error}"))
     weights = home.about.weights

@@ -206,6 +206,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
             ),
             noise=_noise(experiment),
             dealt=federation.dealt,
+            partition=None if experiment.homes is None else federation.partition(client),
             build_model=lambda: build_network(experiment, classes).to(experiment.device),
         )
         side = federation.data.train.pixels.shape[1]

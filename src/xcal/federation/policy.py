@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xcal.config import Experiment, nearest
 from xcal.dp.calibration import Plan
-from xcal.dp.ledger.rows import RunTerms, covers
+from xcal.dp.ledger.rows import RunTerms, covers, how_to_cover
 from xcal.errors import UserError
 from xcal.federation.exchange import ClientReport
 from xcal.federation.refusals import Refused
@@ -105,7 +105,11 @@ def read_policy(path: Path) -> Policy:
 def admit_method(policy: Policy, name: str) -> None:
     """Code named by a server runs only where the owner wrote that very name down."""
     if name not in policy.methods:
-        raise Refused("method-not-allowed", f"The policy does not allow the method {name!r}.")
+        raise Refused(
+            "method-not-allowed",
+            f"The run's method = {name!r} is none of methods in policy.toml"
+            f" ({', '.join(policy.methods)}).",
+        )
 
 
 def admit_experiment(policy: Policy, experiment: Experiment) -> None:
@@ -113,19 +117,26 @@ def admit_experiment(policy: Policy, experiment: Experiment) -> None:
     admit_method(policy, experiment.method)
     if experiment.network not in policy.networks:
         raise Refused(
-            "network-not-allowed", f"The policy does not allow the network {experiment.network!r}."
+            "network-not-allowed",
+            f"The run's network = {experiment.network!r} is none of networks in policy.toml"
+            f" ({', '.join(policy.networks)}).",
         )
     if not covers(policy.unit, experiment.privacy_unit):
         raise Refused(
             "unit-not-allowed",
-            f"The policy asks to protect a {policy.unit}, the request a {experiment.unit}.",
+            f"The run protects a {experiment.unit}, and unit = {policy.unit!r} in policy.toml asks"
+            f" for a {policy.unit}: {how_to_cover(policy.unit)}.",
         )
-    for code, asked, allowed in (
-        ("epsilon-run", experiment.epsilon, policy.epsilon_run),
-        ("delta-run", experiment.delta, policy.delta_run),
+    for name, asked, allowed in (
+        ("epsilon", experiment.epsilon, policy.epsilon_run),
+        ("delta", experiment.delta, policy.delta_run),
     ):
         if asked > allowed:
-            raise Refused(code, f"The run asks for {asked:g}, the policy allows {allowed:g}.")
+            raise Refused(
+                f"{name}-run",
+                f"The run asks for {name} = {asked:g}, and {name}_run = {allowed:g} in policy.toml"
+                f" is the most for one run: lower the run's {name}.",
+            )
 
 
 def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTerms]) -> None:
@@ -133,30 +144,38 @@ def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTe
     if plan is None:
         return  # a ledger with a limit refuses it; one without was made for such runs
     others = [r for r in runs if r.run != run]
-    for code, own, rest, allowed in (
-        ("epsilon-total", plan.epsilon, [r.epsilon or 0.0 for r in others], policy.epsilon_total),
-        ("delta-total", plan.delta, [r.delta or 0.0 for r in others], policy.delta_total),
+    for name, own, rest, allowed in (
+        ("epsilon", plan.epsilon, [r.epsilon or 0.0 for r in others], policy.epsilon_total),
+        ("delta", plan.delta, [r.delta or 0.0 for r in others], policy.delta_total),
     ):
         if own + sum(rest) > allowed * (1 + 1e-12):
+            left = allowed - sum(rest)
+            what = f"lower the run's {name} to {left:.6g}"
             raise Refused(
-                code,
-                f"The run asks for {own:g}; earlier runs reserved {sum(rest):g} of {allowed:g}.",
+                f"{name}-total",
+                f"The run asks for {name} = {own:g}, and earlier runs reserved {sum(rest):g} of"
+                f" {name}_total = {allowed:g} in policy.toml:"
+                f" {what if left > allowed * 1e-9 else 'nothing is left of it'}.",
             )
     if plan.batch > policy.max_batch:
         raise Refused(
             "batch-too-large",
-            f"{plan.batch} units a step planned, {policy.max_batch} are allowed.",
+            f"A step draws batch = {plan.batch} units on average, and max_batch ="
+            f" {policy.max_batch} in policy.toml is the most: lower the run's batch.",
         )
     if plan.steps > policy.max_steps:
         raise Refused(
-            "too-many-steps", f"{plan.steps} steps planned, {policy.max_steps} are allowed."
+            "too-many-steps",
+            f"The run plans {plan.steps} steps, and max_steps = {policy.max_steps} in policy.toml"
+            " is the most for one run: lower its rounds or local_epochs, or raise its batch.",
         )
     lowest = plan.sigma_joint_min
     if lowest < policy.sigma_min:
         raise Refused(
             "sigma-too-low",
-            f"The plan goes down to a multiplier of {lowest:.3g}, the policy to"
-            f" {policy.sigma_min:g}.",
+            f"The run's noise multiplier goes down to {lowest:.3g}, and sigma_min ="
+            f" {policy.sigma_min:g} in policy.toml is the lowest: lower the run's epsilon, rounds"
+            " or batch.",
         )
 
 

@@ -128,6 +128,8 @@ def _train(
     rows, keep_mb = _passes(model, experiment) if clips_units(method) else (0, experiment.keep_mb)
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
+    if site.partition is not None and ledger.terms.of_real_people:
+        site.partition.remember(site.home)  # before the first charge
     seeded = site.noise.name == "seeded"
     account = (
         Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)

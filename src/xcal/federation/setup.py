@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from xcal.dp.ledger.rows import read_rows, terms_of
 from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
+from xcal.federation.ledgers_of import no_such_home
+from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table
 from xcal.federation.preflight import check_network, unmeasured
+from xcal.federation.refusals import naming
 from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
 from xcal.methods.registry import checked_plan, method_of
@@ -63,6 +67,17 @@ class Federation:
         many = self.parts is not None and len(self.parts.shards) > 1
         return many or self.experiment.train_images is not None
 
+    def partition(self, client: int) -> PartitionRecord:
+        """Which images a client of this process has, for its home to remember."""
+        assert self.parts is not None
+        return PartitionRecord.of(
+            self.data.train.take(self.parts.shards[client].indices),
+            self.experiment,
+            client,
+            len(self.parts.shards),
+            shared=self.parts.shared_units,
+        )
+
     def units(self, client: int) -> int:
         """The units of a client of this process: as declared, or counted."""
         assert self.parts is not None
@@ -86,10 +101,26 @@ def _declared(experiment: Experiment, clients: int) -> tuple[int | None, ...]:
     """The units that homes given by path declare; one with a ledger and no `home.toml` counts."""
     from xcal.federation.home import HomeTable  # whose module builds on this one
 
-    files = [Path(home) / "home.toml" for home in experiment.homes or ()]
-    if not files:
+    if experiment.homes is None:
         return (None,) * clients
-    return tuple(read_table(HomeTable, f, "home").units if f.exists() else None for f in files)
+    found: list[int | None] = []
+    for client, home in enumerate(experiment.homes):
+        file = Path(home) / "home.toml"
+        with _refusing(experiment, client, "home"):
+            found.append(read_table(HomeTable, file, "home").units if file.exists() else None)
+    return tuple(found)
+
+
+@contextmanager
+def _refusing(experiment: Experiment, client: int, code: str) -> Iterator[None]:
+    """Within: what is refused for a client is written down at its home, where it has one."""
+    from xcal.federation.home import logged  # whose module builds on this one
+
+    if experiment.homes is None:
+        yield
+        return
+    with logged(Path(experiment.homes[client]), {"run": "a new run"}), naming(code):
+        yield
 
 
 def _fewer(images: Images, count: int | None) -> Images:
@@ -183,7 +214,7 @@ def _is_real(home: Path) -> bool:
         terms = terms_of(read_rows(home / "ledger.sqlite"))
     except UserError:
         return True
-    return terms.epsilon is not None and not terms.simulated
+    return terms.of_real_people
 
 
 def public_splits(experiment: Experiment, data: ImageData) -> ImageData:
@@ -245,6 +276,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             "paired = true lets methods share their noise, which only a simulation may: leave it"
             " out, or set noise = 'seeded' and no homes."
         )
+    for home in experiment.homes or ():
+        if not Path(home).is_dir():
+            raise no_such_home(home, begun=not new)
     experiment, data, parts = load_parts(experiment)
     shared_groups = data.shared_groups  # also where no such image may be measured
     if new:  # one that began before this was asked goes on
@@ -274,15 +308,17 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         declaration = declared[client]
         if declaration is not None:
             assert experiment.homes is not None
-            check_declared_units(units, declaration, f"{experiment.homes[client]}/home.toml")
+            with _refusing(experiment, client, "home"):
+                check_declared_units(units, declaration, f"{experiment.homes[client]}/home.toml")
             units = declaration
-        if experiment.batch > units:
-            raise UserError(
-                f"batch ({experiment.batch}) exceeds the {units} units of client {client}: choose a"
-                " smaller batch, fewer clients or more data."
-            )
         own = sum(client in chosen for chosen in schedule)
-        plans.append(checked_plan(method, experiment, units, own) if own else None)
+        with _refusing(experiment, client, "plan-refused"):
+            if experiment.batch > units:
+                raise UserError(
+                    f"batch ({experiment.batch}) exceeds the {units} units of client {client}:"
+                    " choose a smaller batch, fewer clients or more data."
+                )
+            plans.append(checked_plan(method, experiment, units, own) if own else None)
     if getattr(method, "needs_validation", False) and not (
         experiment.validation_images and len(data.validation)
     ):
@@ -326,7 +362,7 @@ def ask_homes(federation: Federation, run: str) -> None:
                 federation.method,
                 federation.plans[client],
                 federation.units(client),
-                shard=client,
+                federation.partition(client),
             )
 
 

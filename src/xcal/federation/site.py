@@ -24,6 +24,7 @@ from xcal.dp.ledger.rows import Head
 from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.partition_record import PartitionRecord
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import ReplayKey
 
@@ -60,6 +61,7 @@ class Site:
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
     dealt: bool = False  # whether its images were dealt out, and one unit less moves others
+    partition: PartitionRecord | None = None  # which images of the data set these are
     # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
     admit: Callable[[Ledger], None] | None = None
     _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies

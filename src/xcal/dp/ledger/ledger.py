@@ -44,6 +44,7 @@ from xcal.dp.ledger.rows import (
     connect,
     covers,
     head_path,
+    how_to_cover,
     load,
     read_head,
     refuse,
@@ -63,6 +64,10 @@ CREATE TRIGGER no_delete BEFORE DELETE ON rows BEGIN SELECT RAISE(ABORT, 'append
 """
 
 
+_NOTHING = 1e-9  # of a limit: no run could be made of it
+_USED_UP = "its lifetime limit is used up, and no further run is admitted"
+
+
 class LedgerExhausted(LedgerRefusal):
     """A lifetime limit has no room for the run: `ran_out` names epsilon, delta or both."""
 
@@ -80,6 +85,11 @@ def check_terms(terms: Terms) -> None:
         )
     if not terms.population:
         raise UserError("A ledger needs the name of its population: give --population NAME.")
+    if terms.rule != "renyi" and terms.order is not None:
+        raise UserError(
+            f"An order is what the rule renyi sums at, and the rule is {terms.rule}: add --rule"
+            " renyi, or leave out --order."
+        )
     if terms.rule == "renyi":
         if terms.order is None or terms.epsilon is None or terms.delta is None:
             raise UserError("A ledger with the rule renyi needs epsilon, delta and --order A.")
@@ -313,7 +323,7 @@ class Ledger:
     def check(self, run: RunTerms) -> None:
         """Refuse, in one sentence, a new run that the ledger's terms do not allow."""
         limited = self.terms.epsilon is not None
-        if run.noise != "secure" and limited and not self.terms.simulated:
+        if run.noise != "secure" and self.terms.of_real_people:
             raise refuse(
                 self.path,
                 "protects a real population, and the run's noise comes from a seed: set noise ="
@@ -328,8 +338,8 @@ class Ledger:
         if run.epsilon is not None and not covers(self.terms.unit, run.unit):
             raise refuse(
                 self.path,
-                f"protects a {self.terms.unit}, and the run a {run.unit}: set unit ="
-                f" {self.terms.unit!r}.",
+                f"protects a {self.terms.unit}, and the run a {run.unit}:"
+                f" {how_to_cover(self.terms.unit)}.",
             )
         if limited and self.terms.rule == "sum":
             if not sums_within(self.terms, [*self._runs.values(), run]):
@@ -337,7 +347,7 @@ class Ledger:
 
     def _exhausted(self, run: RunTerms) -> LedgerExhausted:
         """What ran out of the lifetime limit, what is left of it and what the run asks for."""
-        ran_out, told = [], []
+        ran_out, told, used_up = [], [], False
         for name in ("epsilon", "delta"):
             limit, asked = getattr(self.terms, name), getattr(run, name)
             reserved = [getattr(r, name) or 0.0 for r in self._runs.values()]
@@ -345,10 +355,24 @@ class Ledger:
                 ran_out.append(name)
                 left = max(limit - math.fsum(reserved), 0.0)
                 told.append(f"{name} = {left:.6g} left of {limit:g} and the run asks for {asked:g}")
+                used_up |= left <= limit * _NOTHING
+        what = _USED_UP if used_up else f"lower the run's {' and '.join(ran_out)}"
         return LedgerExhausted(
-            f"The ledger {self.path} has {'; '.join(told)}: lower the run's"
-            f" {' and '.join(ran_out)}.",
-            tuple(ran_out),
+            f"The ledger {self.path} has {'; '.join(told)}: {what}.", tuple(ran_out)
+        )
+
+    def check_step(self, rate: float, sigma: float) -> None:
+        """Refuse a run of which the population's lifetime rule could not pay one such step."""
+        if self.lifetime_admits(rate, sigma):
+            return
+        assert self._lifetime is not None
+        left, budget = self._lifetime.left, self._lifetime.budget
+        what = _USED_UP if left <= budget * _NOTHING else "lower the run's epsilon or batch"
+        raise LedgerExhausted(
+            f"The ledger {self.path} has {left:.6g} left of {budget:.6g} at order"
+            f" {self._lifetime.order:g}, and one step of the run costs"
+            f" {self._lifetime_cost(rate, sigma):.6g}: {what}.",
+            ("epsilon",),
         )
 
     def lifetime_admits(self, rate: float, sigma: float) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,11 @@ class Terms:
     rule: str = "sum"
     order: float | None = None
     simulated: bool = False  # made by a simulation for itself: seeded noise may be charged to it
+
+    @property
+    def of_real_people(self) -> bool:
+        """Whether it limits what a real population's data pay."""
+        return self.epsilon is not None and not self.simulated
 
 
 @dataclass(frozen=True)
@@ -412,22 +417,11 @@ def covers(ledger_unit: str, run_unit: str) -> bool:
     return run_unit == ledger_unit
 
 
-def find_ledgers(path: Path) -> Iterator[Path]:
-    """The ledgers meant by a path: a ledger, a client home, or a run's folder."""
-    if path.is_file():
-        yield path
-        return
-    if (path / "ledger.sqlite").exists():
-        yield path / "ledger.sqlite"
-        return
-    found = sorted(
-        (path / "clients").glob("*/ledger.sqlite"),
-        key=lambda p: (len(p.parent.name), p.parent.name),
-    )
-    if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
-        found.append(path / "server" / "ledger.sqlite")
-    if not found:
-        raise UserError(
-            f"There is no ledger at {path}: give a ledger, a client home or a run's folder."
+def how_to_cover(unit: str) -> str:
+    """What to do about a run that protects something else than this unit."""
+    if unit == "group":
+        return (
+            "set unit = 'group', which needs a data set that says whose its images are (`xcal data"
+            " import --group-column`); a home made with --unit record takes runs per image"
         )
-    yield from found
+    return f"set unit = {unit!r}, or name a home that was made with another --unit"

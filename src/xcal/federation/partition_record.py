@@ -1,0 +1,122 @@
+"""Which partition of a data set a home's ledger pays for, remembered from the first charge on.
+
+One data set spread over several homes anew, by another seed say, would move people from one ledger
+to another: each would grant them its whole limit. So a home of a real population keeps to the
+partition it was first charged for. The file stays at the home; its digest is made of private names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xcal.config import Experiment
+from xcal.data.images import Images
+from xcal.dp.sampling import UnitTable
+from xcal.errors import UserError
+from xcal.experiments import to_toml
+from xcal.federation.files import read_json, write_json
+from xcal.federation.refusals import Refused
+
+# What decides which images of a data set a client of an experiment has.
+PARTITION_KEYS = (
+    "data train_images clients partition concentration units_per_client keep_groups unit group_cap"
+    " seed"
+).split()
+
+_FILE = "partition.json"
+
+
+@dataclass(frozen=True)
+class PartitionRecord:
+    """One client's images among those of all clients."""
+
+    partition_id: int
+    num_partitions: int
+    keys: Mapping[str, Any]  # of the experiment; they only explain why the images differ
+    units: int  # present, by the guarantee's unit
+    images: str  # digest of the images' names
+    shared: bool = False  # some units stand at other clients as well
+
+    @staticmethod
+    def of(
+        images: Images,
+        experiment: Experiment,
+        partition_id: int = 0,
+        num_partitions: int = 1,
+        *,
+        shared: bool = False,
+    ) -> PartitionRecord:
+        return PartitionRecord(
+            partition_id,
+            num_partitions,
+            {k: getattr(experiment, k) for k in PARTITION_KEYS} | {"clients": num_partitions},
+            UnitTable.of(experiment.privacy_unit, images.groups).n_units,
+            hashlib.sha256("\n".join(sorted(images.ids.tolist())).encode()).hexdigest(),
+            shared,
+        )
+
+    def __str__(self) -> str:
+        if self.num_partitions == 1:
+            return f"all of {self.keys['data']!r}"
+        return f"partition {self.partition_id} of {self.num_partitions} of {self.keys['data']!r}"
+
+    def remember(self, home: Path) -> None:
+        """Write it down, durably, unless the home remembers one already. Call before a charge."""
+        if recorded_partition(home) is None:
+            kept = {name: value for name, value in vars(self).items() if name != "shared"}
+            write_json(home / _FILE, kept)
+
+    def check_remembered(self, home: Path) -> None:
+        """Refuse these images where the home's ledger has paid for another partition."""
+        known = recorded_partition(home)
+        if known is None or known.images == self.images:
+            return
+        if known.num_partitions == self.num_partitions == 1:
+            return  # nobody's charges go elsewhere where one home has all there is
+        differ = [k for k in PARTITION_KEYS if known.keys.get(k) != self.keys[k]]
+        if known.num_partitions != self.num_partitions:
+            differ = ["clients"]  # the others matter among as many only
+        told = [
+            ", ".join(_told(key, keys.get(key)) for key in differ)
+            for keys in (known.keys, self.keys)
+        ]
+        if differ:
+            then, now = (f"{p} with {t}" for p, t in zip((known, self), told, strict=True))
+            what = f"go back to {told[0]}"
+        elif known.partition_id != self.partition_id:
+            then, now, what = str(known), str(self), "name the homes in their old order"
+        else:
+            then, now = f"{known} as it was", "what it is now that the data set changed"
+            what = "restore the data set as it was imported"
+        raise Refused(
+            "data",
+            f"The ledger of the home {home} was charged for {then}, and this run has {now}: people"
+            f" would move between ledgers, each of which grants its own limit; {what}, or give"
+            " every home a data set of its own.",
+        )
+
+
+def _told(key: str, value: object) -> str:
+    """A key as an experiment file has it."""
+    return f"no {key}" if value is None else to_toml({key: value}).strip()
+
+
+def recorded_partition(home: Path) -> PartitionRecord | None:
+    """What a home remembers; None where it was never charged, or before it wrote this down."""
+    path = home / _FILE
+    if not path.exists():
+        return None
+    try:
+        found = PartitionRecord(**read_json(path))
+        sound = isinstance(found.keys, dict) and "data" in found.keys
+        sound &= all(isinstance(v, int) for v in (found.partition_id, found.num_partitions))
+        sound &= isinstance(found.units, int) and isinstance(found.images, str)
+    except (UserError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise UserError(f"{path} cannot be read: restore it from a backup.")
+    return found
