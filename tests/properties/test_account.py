@@ -205,11 +205,13 @@ def test_a_ledger_without_a_limit_records_them_as_infinite(tmp_path):
 
 def test_terms_of_a_run_are_fixed(home):
     with Ledger(home) as ledger:
-        Account(ledger, run_terms(steps=10), replayable=True)
+        account = Account(ledger, run_terms(steps=10), replayable=True)
+        assert rows_of(home) == 1  # a run that pays for nothing reserves nothing
+        pay(account, 0, 0)
         Account(ledger, run_terms(steps=10), replayable=True)
         with pytest.raises(UserError, match="with other terms"):
             Account(ledger, run_terms(steps=11), replayable=True)
-    assert rows_of(home) == 2
+    assert rows_of(home) == 3
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,6 +12,7 @@ from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.data.store import open_dataset, read_info
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
+from xcal.plugins import load_object
 
 __all__ = ["RECORD_GROUPS", "ImageData", "Images", "load"]
 
@@ -54,11 +54,7 @@ _smear = lru_cache(maxsize=2)(smear)
 
 def _find(name: str) -> Callable[..., Any]:
     """The function that `package.module:name` names."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"The data set {name!r} cannot be imported: {error}.") from error
+    found = load_object(name, "data set")
     if not callable(found):
         raise UserError(f"{name!r} is not a function that makes a data set.")
     function: Callable[..., Any] = found

@@ -31,6 +31,7 @@ from xcal.federation.exchange import (
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
 from xcal.federation.refusals import Refused
 from xcal.methods.base import Method, save_state
+from xcal.plugins import OwnCodeError
 from xcal.training.local import Optimiser, StepAverage, StepRecord, trainable
 
 # How a client computes, and not what: progress made under one of these goes on under another.
@@ -210,6 +211,8 @@ class RunMemory:
             trace = [StepRecord(**r) for r in about["trace"]]
             state = method.load_state(about["state"])
             load_weights(model, part("model/"))  # refuses before it changes anything
+        except OwnCodeError:
+            raise  # a method that is to be repaired: what was saved is worth keeping
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
             return None
         optimiser.load(part("optimiser/"))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from xcal.errors import UserError
+from xcal.plugins import OwnCodeError
 from xcal.privacy.account import NoiseTooLow
 from xcal.privacy.ledger import LedgerExhausted
 from xcal.privacy.ledger_rows import LedgerBusy, LedgerRefusal
@@ -61,6 +62,12 @@ class Refused(UserError):
         self.code = code
 
 
+def paid_so_far(who: str, charges: int) -> str:
+    """What code of the user's own that failed has cost until then."""
+    paid = f"{charges} charges of this run stay" if charges else "nothing was charged or reserved"
+    return f"Nothing of it leaves, and at {who} {paid}: repair it, and resume the run."
+
+
 @contextmanager
 def naming(code: str) -> Iterator[None]:
     """Within: what a user could have caused becomes a refusal of this code."""
@@ -78,6 +85,8 @@ def naming(code: str) -> Iterator[None]:
         raise Refused("sigma-too-low", str(error)) from error
     except UnchargedRelease as error:
         raise Refused("uncharged", str(error)) from error
+    except OwnCodeError as error:
+        raise Refused("internal", str(error)) from error
     except DependentNetwork as error:
         raise Refused("network-dependent", str(error)) from error
     except UserError as error:

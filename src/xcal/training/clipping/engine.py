@@ -15,7 +15,7 @@ from xcal.errors import UserError
 from xcal.explain.inference import filled_up
 from xcal.training.clipping.book import Units
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
-from xcal.training.clipping.recorder import Recorded, record
+from xcal.training.clipping.recorder import INSTEAD_OF_BATCH_NORM, Recorded, record
 
 # A module of another kind may stand in the network, but nothing in it may train.
 _TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
@@ -449,8 +449,8 @@ def _refuse_unsupported(model: nn.Module) -> None:
             learning = module.training and module.running_mean is not None
             if pooled or learning or (isinstance(module, _BatchNorm) and module.training):
                 raise UserError(
-                    f"{where} takes statistics from the batch, which mixes people's data: put it "
-                    "in evaluation mode (norm = frozen), or use group norm"
+                    f"{where} takes statistics from the batch, which mixes people's data: "
+                    + INSTEAD_OF_BATCH_NORM
                 )
         if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
             raise UserError(
