@@ -29,7 +29,9 @@ def load_object(path: str, what: str) -> Any:
     """Import what `package.module:name` names; also from the current folder, which comes last."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
-        raise OwnCodeError(f"The {what} {path!r} is not of the form package.module:name.")
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported: it is not of the form package.module:name."
+        )
     try:
         with _current_folder():
             module = importlib.import_module(module_name)
@@ -48,7 +50,9 @@ def load_object(path: str, what: str) -> Any:
     if f"{what} {path!r}" not in asked:
         asked.append(f"{what} {path!r}")
     if not hasattr(module, attribute):
-        raise OwnCodeError(f"The module {module_name} has no {attribute!r}, asked for as {what}.")
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported: {module_name} has no {attribute!r}."
+        )
     return getattr(module, attribute)
 
 
