@@ -64,7 +64,9 @@ class Refused(UserError):
 
 def paid_so_far(who: str, charges: int) -> str:
     """What code of the user's own that failed has cost until then."""
-    paid = f"{charges} charges of this run stay" if charges else "nothing was charged or reserved"
+    paid = "nothing was charged or reserved"
+    if charges:
+        paid = f"{charges} step{'s' if charges > 1 else ''} of this run stay charged"
     return f"Nothing of it leaves, and at {who} {paid}: repair it, and resume the run."
 
 

@@ -18,23 +18,23 @@ from xcal.privacy.filter import BudgetExhausted
 from xcal.training.local import StepRecord
 
 # What a method is asked, by name, with what it is given; see `methods/base.py`.
-_NEEDED = {
+NEEDED = {
     "plan": ("experiment", "units", "own_rounds"),
     "load_state": ("saved",),
     "begin_round": ("state",),
     "step": ("bench", "step", "experiment", "plan", "state"),
 }
-_SERVER = {
+SERVER = {
     "server_plan": ("experiment", "participants"),
     "load_server_state": ("saved", "experiment"),
     "server_step": ("bench", "experiment", "plan", "updates", "state"),
 }
-_OPTIONAL = {
+OPTIONAL = {
     "epsilon_paper": ("experiment", "plan", "state"),
     "check_network": ("network", "experiment"),
     "variant": ("experiment",),
 }
-_VALUES = ("name", "private", "pooled", "uses")
+VALUES = ("name", "private", "pooled", "uses")
 _PRIVATE = frozenset({"epsilon", "delta", "clip"})
 
 
@@ -50,16 +50,16 @@ class OwnMethod:
         if isinstance(method, type):
             raise self._refusal(f"is the class {method.__name__}: name an object made of it")
         with own_code("method", path, "its attributes"):
-            missing = [n for n in (*_VALUES, *_NEEDED) if not hasattr(method, n)]
-            asked = {**_NEEDED, **_OPTIONAL, **_SERVER}
+            missing = [n for n in (*VALUES, *NEEDED) if not hasattr(method, n)]
+            asked = {**NEEDED, **OPTIONAL, **SERVER}
             there = {n: getattr(method, n) for n in asked if getattr(method, n, None) is not None}
-            values = {n: getattr(method, n, None) for n in _VALUES}
+            values = {n: getattr(method, n, None) for n in VALUES}
             self.needs_validation = bool(getattr(method, "needs_validation", False))
         if missing:
             raise self._refusal(f"has no {missing[0]!r}")
-        of_server = [n for n in _SERVER if n in there]
-        if of_server and len(of_server) < len(_SERVER):
-            lacking = next(n for n in _SERVER if n not in there)
+        of_server = [n for n in SERVER if n in there]
+        if of_server and len(of_server) < len(SERVER):
+            lacking = next(n for n in SERVER if n not in there)
             raise self._refusal(f"has {of_server[0]!r} and no {lacking!r}")
         for name, given in asked.items():
             if name in there:
@@ -72,7 +72,7 @@ class OwnMethod:
         return OwnCodeError(f"The method {self._path!r} {what}: see {MANUAL}.")
 
     def _take_values(self, values: dict[str, Any]) -> None:
-        name, private, pooled, uses = (values[n] for n in _VALUES)
+        name, private, pooled, uses = (values[n] for n in VALUES)
         if not isinstance(name, str) or not name.strip():
             raise self._refusal(f"has the name {name!r}, which is no text")
         for key, value in (("private", private), ("pooled", pooled)):
