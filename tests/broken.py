@@ -188,13 +188,13 @@ METHODS_WHILE = {  # charges at the first client, and a word of the sentence
     "charges_and_raises": (4, "LookupError: no such ward"),
     "returns_none": (4, "None from step"),
     "returns_record": (4, "StepRecord from step"),
-    "returns_number": (4, "a int from step"),
-    "state_of_tensors": (4, "a Tensor from step"),
+    "returns_number": (4, "int from step"),
+    "state_of_tensors": (4, "Tensor from step"),
     "record_of_tensors": (4, "sigma"),
     "record_of_another": (4, "99"),
     "record_not_finite": (4, "share_spent"),
     "paper_raises": (STEPS[0], "LookupError: no such ward"),
-    "paper_of_text": (STEPS[0], "a str from epsilon_paper"),
+    "paper_of_text": (STEPS[0], "str from epsilon_paper"),
 }
 
 

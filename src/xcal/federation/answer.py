@@ -117,7 +117,8 @@ def respond(client: Client, question: Question, on_step: OnStep | None = None) -
             if told is None:
                 raise
             paid = paid_so_far(f"client {client.name}", _charges(client, question.request.run))
-            raise Refused("internal", f"{told} {paid}") from error
+            code = error.code if isinstance(error, Refused) else "internal"
+            raise Refused(code, f"{told} {paid}") from error
 
 
 def _charges(client: Client, run: str) -> int:

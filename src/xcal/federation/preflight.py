@@ -46,7 +46,12 @@ def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | N
     if isinstance(method, ChoosyMethod):
         method.check_network(network, experiment)
     if clips_units(method):
-        ClippingEngine(network)
+        try:
+            ClippingEngine(network)
+        except UserError as error:
+            raise UserError(
+                f"The network {experiment.network!r} does not suit {method.name}: {error}."
+            ) from error
         check_independence(network, side)
     unexplained = why_unexplained(network, side)
     if unexplained is not None and method.uses >= SIGNAL_KEYS:

@@ -88,7 +88,8 @@ def naming(code: str) -> Iterator[None]:
     except UnchargedRelease as error:
         raise Refused("uncharged", str(error)) from error
     except OwnCodeError as error:
-        raise Refused("internal", str(error)) from error
+        # In training it is nothing that the ledger refuses.
+        raise Refused("internal" if code == "ledger" else code, str(error)) from error
     except DependentNetwork as error:
         raise Refused("network-dependent", str(error)) from error
     except UserError as error:

@@ -132,7 +132,7 @@ class OwnMethod:
     # --- what came back -------------------------------------------------------------------------
 
     def _returned(self, name: str, found: Any, instead: str) -> OwnCodeError:
-        what = "None" if found is None else f"a {type(found).__name__}"
+        what = None if found is None else type(found).__name__
         return self._refusal(f"returned {what} from {name} where it must return {instead}")
 
     def _plan(self, name: str, found: Any, *given: Any) -> Any:
