@@ -1,24 +1,135 @@
-"""Objects of the user's own, named `package.module:name`. Never named by a server."""
+"""Code of the user's own, named `package.module:name`. Never named by a server."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 from xcal.errors import UserError
 
+MANUAL = "docs/extending.md"
+PASSED = (UserError, MemoryError)
+"""What user code may raise that is a sentence already, or not its fault."""
+
+_FILES: dict[str, list[str]] = {}  # of the modules that were asked for, and what of them was
+
+
+class OwnCodeError(UserError):
+    """Code of the user's own failed, or is not what it has to be; says which and how."""
+
 
 def load_object(path: str, what: str) -> Any:
-    """Import what `package.module:name` names."""
+    """Import what `package.module:name` names; also from the current folder, which comes last."""
     module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute or module_name.startswith("."):
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported: it is not of the form package.module:name."
+        )
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"The {what} {path!r} cannot be imported ({error}): is its module on the path?"
-        ) from None
-    except ValueError:
-        raise UserError(f"The {what} {path!r} is not of the form package.module:name.") from None
+        with _current_folder():
+            module = importlib.import_module(module_name)
+    except PASSED:
+        raise
+    except ModuleNotFoundError as error:
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported ({error}): is its module in the current folder"
+            " or on PYTHONPATH?"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported ({_words(error)}); see {MANUAL}."
+        ) from error
+    asked = _FILES.setdefault(_file(module), [])
+    if f"{what} {path!r}" not in asked:
+        asked.append(f"{what} {path!r}")
     if not hasattr(module, attribute):
-        raise UserError(f"The module {module_name} has no {attribute!r}, asked for as {what}.")
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be imported: {module_name} has no {attribute!r}."
+        )
     return getattr(module, attribute)
+
+
+@contextmanager
+def own_code(
+    what: str, path: str, doing: str, *, let: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Within, user code runs: whatever it raises, but `let`, becomes a sentence that names it."""
+    try:
+        with _current_folder():
+            yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, (*PASSED, *let)):
+            raise
+        where = _place(error, _file(sys.modules.get(path.partition(":")[0])))
+        raise OwnCodeError(
+            f"The {what} {path!r} failed in {doing} ({_words(error)}{where}); see {MANUAL}."
+        ) from error
+
+
+def blamed(error: BaseException) -> str | None:
+    """The sentence for an error that came out of user code elsewhere; None for any other."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in _FILES:
+            which = " or the ".join(_FILES[frame.filename])
+            where = _place(error, frame.filename)
+            return f"The {which} failed ({_words(error)}{where}); see {MANUAL}."
+    return None
+
+
+def check_call(what: str, path: str, function: Any, name: str, given: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with `given`: names, those after '*' by keyword."""
+    shown = f"{name}({', '.join(given)})"
+    if not callable(function):
+        raise OwnCodeError(f"The {what} {path!r} has a {name} that is no function: see {MANUAL}.")
+    star = given.index("*") if "*" in given else len(given)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function that does not tell
+        return
+    try:
+        signature.bind(*given[:star], **dict.fromkeys(given[star + 1 :]))
+    except TypeError as error:
+        raise OwnCodeError(
+            f"The {what} {path!r} cannot be called as {shown} ({error}): see {MANUAL}."
+        ) from None
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Within, modules of the current folder are found too, after all others: it shadows none."""
+    try:
+        folder = os.getcwd()
+    except OSError:
+        folder = ""
+    if not folder or folder in sys.path:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            sys.path.remove(folder)
+
+
+def _file(module: ModuleType | None) -> str:
+    return str(getattr(module, "__file__", None) or "")
+
+
+def _words(error: BaseException) -> str:
+    """An error's kind and its own words, on one line."""
+    said = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+
+
+def _place(error: BaseException, file: str) -> str:
+    """Where in the user's file it came from, the innermost place."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f", line {lines[-1]} of {os.path.basename(file)}" if lines else ""

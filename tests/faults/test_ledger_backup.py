@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from xcal.cli.main import main as entry_point
+from xcal.dp.ledger import ledger as ledgers
 from xcal.dp.ledger.backup import back_up
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Charge, Release, RunTerms, Terms, read_rows, verify
 from xcal.errors import UserError
-from xcal.privacy import ledger as ledgers
 
 RUN = RunTerms(
     noise="secure",

@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # keys, and a word of the se
     "other logits": ({"data": "support:tiny", "network": "odd_data:two_logits"}, "3 classes"),
     "a signal without maps": (
         {"data": "support:tiny", "network": "odd_data:blind", "method": "xcal"},
-        "nowhere",
+        "cam_layer",
     ),
     "stages that are none": (
         {"data": "support:tiny", "network": "efficientnet_b0", "head_reads": "stages:7-12"},

@@ -205,11 +205,13 @@ def test_a_ledger_without_a_limit_records_them_as_infinite(tmp_path):
 
 def test_terms_of_a_run_are_fixed(home):
     with Ledger(home) as ledger:
-        Account(ledger, run_terms(steps=10), replayable=True)
+        account = Account(ledger, run_terms(steps=10), replayable=True)
+        assert rows_of(home) == 1  # a run that pays for nothing reserves nothing
+        pay(account, 0, 0)
         Account(ledger, run_terms(steps=10), replayable=True)
         with pytest.raises(UserError, match="with other terms"):
             Account(ledger, run_terms(steps=11), replayable=True)
-    assert rows_of(home) == 2
+    assert rows_of(home) == 3
 
 
 @pytest.mark.parametrize(
@@ -244,12 +246,12 @@ def test_rule_sum_reserves_whole_targets(tmp_path):
     path = tmp_path / "ledger.sqlite"
     create(path, Terms("people", "record", 7.0, 3e-5))
     with Ledger(path) as ledger:
-        Account(ledger, run_terms("one", epsilon=3.0), replayable=False)
-        Account(ledger, run_terms("two", epsilon=4.0), replayable=False)
+        pay(Account(ledger, run_terms("one", epsilon=3.0), replayable=False), 0, 0)
+        pay(Account(ledger, run_terms("two", epsilon=4.0), replayable=False), 0, 0)
         with pytest.raises(LedgerExhausted) as refusal:
             Account(ledger, run_terms("three", epsilon=2.0), replayable=False)
         assert refusal.value.ran_out == ("epsilon",)
-        assert ledger.head.count == 3
+        assert ledger.head.count == 5
     assert verify(path).ok
 
 
@@ -257,10 +259,23 @@ def test_rule_sum_counts_deltas_too(tmp_path):
     path = tmp_path / "ledger.sqlite"
     create(path, Terms("people", "record", 100.0, 1.5 * DELTA))
     with Ledger(path) as ledger:
-        Account(ledger, run_terms("one"), replayable=False)
+        pay(Account(ledger, run_terms("one"), replayable=False), 0, 0)
         with pytest.raises(LedgerExhausted) as refusal:
             Account(ledger, run_terms("two"), replayable=False)
         assert refusal.value.ran_out == ("delta",)
+
+
+def test_a_run_that_pays_for_nothing_reserves_nothing(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    create(path, Terms("people", "record", 7.0, 3e-5))
+    for name in ("one", "two", "three"):
+        with Ledger(path) as ledger:
+            Account(ledger, run_terms(name, epsilon=7.0), replayable=False)
+            assert ledger.head.count == 1
+    with Ledger(path) as ledger:  # one that is halted before its first step is entered
+        Account(ledger, run_terms("four", epsilon=7.0), replayable=False).halt(0, 0)
+        assert set(ledger.runs) == {"four"}
+    assert verify(path).ok
 
 
 def test_rule_renyi_sums_all_runs_at_one_order(tmp_path):
@@ -324,11 +339,14 @@ class Spending(RuleBasedStateMachine):
 
     @rule(sigma=st.sampled_from(SIGMAS), inputs=st.sampled_from("ab"))
     def pay(self, sigma, inputs):
-        rows = self.ledger.head.count
+        charges = len(self.ledger.charges("run"))
+        rows = 2 + charges if charges else 1  # the run is entered with its first charge
+        assert self.ledger.head.count == rows
         known = self.queries.get(self.next) if self.replayable else None
         try:
             pay(self.account, *divmod(self.next, self.STEPS_A_ROUND), sigma, inputs)
-            outcome = "paid" if self.ledger.head.count == rows + 1 else "replayed"
+            paid = len(self.ledger.charges("run")) == charges + 1
+            outcome = "paid" if paid else "replayed"
             self.queries[self.next] = (sigma, inputs)
             self.next += 1
         except BudgetExhausted:
@@ -340,7 +358,8 @@ class Spending(RuleBasedStateMachine):
             assert outcome in ("paid", "exhausted")
         else:
             assert outcome == ("replayed" if known == (sigma, inputs) else "refused")
-        assert self.ledger.head.count == rows + (outcome == "paid")
+        first = outcome == "paid" and not charges
+        assert self.ledger.head.count == rows + (outcome == "paid") + first
 
     @rule(back=st.integers(0, 5))
     def crash_and_resume(self, back):

@@ -20,11 +20,11 @@ from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma, step_cost
 from xcal.dp.calibration import PlanShape, plan_static
 from xcal.dp.filter import BudgetExhausted
+from xcal.dp.ledger import ledger as ledgers
 from xcal.dp.ledger.analysis import analyse, by_mechanism, lifetime
 from xcal.dp.ledger.rows import Charge, Release, RunTerms, Terms, read_rows
 from xcal.dp.pld import epsilon_pld
 from xcal.errors import UserError
-from xcal.privacy import ledger as ledgers
 
 PLAN = plan_static(PlanShape(2.0, 1e-5, units=400, batch=16, rounds=2))
 TERMS = RunTerms("r", "xcal", "record", 2.0, 1e-5, PLAN.order, PLAN.budget, PLAN.steps, "seeded")

@@ -17,6 +17,7 @@ import xcal
 from support import TINY, FreeAccount
 from xcal.dp.account import Account
 from xcal.dp.calibration import PlanShape, plan_static
+from xcal.dp.ledger import ledger as ledgers
 from xcal.dp.ledger.rows import RunTerms, Terms, charges_of, read_rows, runs_of, verify
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.dp.pld import epsilon_pld
@@ -27,7 +28,6 @@ from xcal.federation.outcome import noise_of
 from xcal.federation.setup import prepare, prepare_remote
 from xcal.methods.adaptive_clip import ADAPTIVE_CLIP_AT_SERVER
 from xcal.methods.dp_fedavg import ServerContext, private_mean
-from xcal.privacy import ledger as ledgers
 
 QUICK = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 0}
 PLAN = plan_static(PlanShape(4.0, 1e-5, units=5, batch=5, rounds=10, unit="client"), "dp-fedavg")

@@ -24,6 +24,7 @@ from xcal.cli import (
 )
 from xcal.cli.interrupts import INTERRUPTED, interrupted, noting
 from xcal.errors import UserError
+from xcal.plugins import blamed
 
 app = typer.Typer(
     name="xcal",
@@ -85,6 +86,9 @@ def _sentence(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, MemoryError):
         return "There is not enough memory for this: choose smaller sizes."
+    told = blamed(error)
+    if told is not None:
+        return told
     if isinstance(
         error, OSError
     ):  # a disk that is full, or a place that may not be read or written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,6 +12,7 @@ from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.data.store import open_dataset, read_info
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
+from xcal.plugins import load_object
 
 __all__ = ["RECORD_GROUPS", "ImageData", "Images", "load"]
 
@@ -57,15 +57,7 @@ WHAT_IT_MUST_GIVE = "docs/data.md says what such a function must give"
 
 def _find(name: str) -> Callable[..., Any]:
     """The function that `package.module:name` names."""
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a module of the user's own can fail anywhere while it is imported
-        what = _told(error) if not isinstance(error, (ImportError, AttributeError)) else str(error)
-        raise UserError(
-            f"The data set {name!r} cannot be imported ({what}): is its module on the path"
-            f" (PYTHONPATH)? {WHAT_IT_MUST_GIVE}."
-        ) from error
+    found = load_object(name, "data set")
     if not callable(found):
         raise UserError(f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}.")
     function: Callable[..., Any] = found

@@ -27,6 +27,9 @@ class Account:
     drawn anew is charged anew, and what was paid stays paid.
 
     `floor`: the lowest multiplier the client's owner allows, all releases of a step together.
+
+    The run is entered into the ledger with its first charge: one that fails before has reserved
+    nothing. Nobody can reserve in between, since the ledger is locked as long as it is open.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Account:
     ) -> None:
         if terms.order is None or terms.budget is None:
             raise ValueError(f"the method {terms.method!r} has no guarantee to account for")
-        ledger.reserve(terms)
+        ledger.check(terms)
         self.terms = terms
         self._ledger = ledger
         self._floor = floor
@@ -64,6 +67,11 @@ class Account:
     def spent(self) -> float:
         """Σρ of all that this run has recorded, replayed or not."""
         return self._all.spent
+
+    @property
+    def steps_paid(self) -> int:
+        """How many steps this run has paid for."""
+        return len(self._charges)
 
     @property
     def rounds_paid(self) -> set[int]:
@@ -137,6 +145,7 @@ class Account:
         after = self._all.after(cost)  # all that is recorded counts
         if not self._ledger.lifetime_admits(rate, sigma):
             raise BudgetExhausted("the population's lifetime budget does not cover another step")
+        self._ledger.reserve(self.terms)
         self._ledger.charge(charge)
         self._charges.append(charge)
         self._last = max(self._last, (round_number, step))
@@ -144,4 +153,5 @@ class Account:
 
     def halt(self, round_number: int, step: int) -> None:
         """Record that this run makes no further step."""
+        self._ledger.reserve(self.terms)
         self._ledger.halt(self.terms.run, round_number, step)

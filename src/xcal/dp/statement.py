@@ -403,7 +403,7 @@ def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
         "noise": situation.noise,
         "accounting": _accounting({"server": plan}, "Gaussian, one a round", "round"),
         "server_sees": "every update as it is",
-        "assumptions": list(CENTRAL_ASSUMPTIONS),
+        "assumptions": [*CENTRAL_ASSUMPTIONS, *_plugins(situation)],
         "not_protected": _not_protected(situation, CENTRAL_NOT_PROTECTED),
         "public_images": _public_images(situation),
         "plugins": _plugins(situation),
@@ -433,7 +433,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         "noise": situation.noise if private else None,
         "accounting": _accounting(situation.plans) if private else None,
         "server_sees": SERVER_SEES if private else "every update as it is",
-        "assumptions": list(ASSUMPTIONS) if private else [],
+        "assumptions": [*ASSUMPTIONS, *_plugins(situation)] if private else [],
         "not_protected": _not_protected(situation, NOT_PROTECTED) if private else ["anything"],
         "public_images": _public_images(situation),
         "plugins": _plugins(situation),
@@ -487,6 +487,8 @@ def statement_text(statement: dict[str, Any]) -> str:
     lines += _listed("Not protected:", statement["not_protected"])
     if statement["public_images"] not in statement["not_protected"]:
         lines += [_paragraph(f"Measured on: {statement['public_images']}."), ""]
-    lines += _listed("Plug-ins:", statement["plugins"])
+    # Where something is promised they stand among what is assumed.
+    others = [text for text in statement["plugins"] if text not in statement["assumptions"]]
+    lines += _listed("Plug-ins:", others)
     lines += _listed("Beware:", statement["warnings"])
     return "\n".join(lines).rstrip() + "\n"

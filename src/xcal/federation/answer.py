@@ -15,6 +15,8 @@ import torch
 
 from xcal.config import Experiment
 from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import charges_of, read_rows
+from xcal.errors import UserError
 from xcal.federation.admission import admit_run
 from xcal.federation.exchange import (
     ClientReport,
@@ -35,11 +37,12 @@ from xcal.federation.messages import (
 )
 from xcal.federation.policy import admit_experiment, filtered
 from xcal.federation.preflight import check_network
-from xcal.federation.refusals import Refused, naming
+from xcal.federation.refusals import Refused, naming, paid_so_far
 from xcal.federation.rounds import OnStep, client_round, run_terms
 from xcal.federation.site import Held, keep_freed_memory, torch_threads
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import checked_plan, method_of
+from xcal.plugins import OwnCodeError, blamed
 
 
 class Client(Protocol):
@@ -105,7 +108,23 @@ def respond(client: Client, question: Question, on_step: OnStep | None = None) -
     """
     about = {"run": question.request.run, "round": question.request.round}
     with logged(client.owner.home, about), torch_threads(client.threads):
-        return _respond(client, question, on_step)
+        try:
+            return _respond(client, question, on_step)
+        except Exception as error:
+            told = str(error) if isinstance(error.__cause__, OwnCodeError) else None
+            if told is None and not isinstance(error, UserError):
+                told = blamed(error)
+            if told is None:
+                raise
+            paid = paid_so_far(f"client {client.name}", _charges(client, question.request.run))
+            code = error.code if isinstance(error, Refused) else "internal"
+            raise Refused(code, f"{told} {paid}") from error
+
+
+def _charges(client: Client, run: str) -> int:
+    """How many steps the run has paid for until now."""
+    path = client.owner.ledger_path
+    return len(charges_of(read_rows(path), run)) if path.exists() else 0
 
 
 def _respond(client: Client, question: Question, on_step: OnStep | None) -> RoundReply:

@@ -28,11 +28,13 @@ from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, plain_rule
 from xcal.federation.exchange import RoundReply, Weights
 from xcal.federation.files import write_bytes
+from xcal.federation.refusals import paid_so_far
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
 from xcal.methods.context import ReplayKey
 from xcal.methods.dp_fedavg import ServerContext, Update
 from xcal.methods.registry import checked_server_plan
+from xcal.plugins import OwnCodeError
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,9 @@ class CentralRule:
                 except BudgetExhausted:
                     account.halt(round_number, 0)
                     halted = True
+                except OwnCodeError as error:
+                    told = paid_so_far("the server", account.steps_paid)
+                    raise OwnCodeError(f"{error} {told}") from error
                 if released is not None and len(context.charges) != 1:
                     raise UnchargedRelease(
                         f"The method {self.method.name!r} made {len(context.charges)} charges in a"
@@ -198,6 +203,7 @@ def check_rule(experiment: Experiment, method: Method, participants: int) -> Pla
             f" {experiment.aggregation} has no such bound, and the guarantee would be void: set"
             " aggregation = 'mean'."
         )
+    method.load_server_state(None, experiment)  # which one of the user's own may refuse
     return checked_server_plan(method, experiment, participants)
 
 

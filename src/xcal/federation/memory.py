@@ -32,6 +32,7 @@ from xcal.federation.files import read_json, read_tensors, write_json, write_ten
 from xcal.federation.refusals import Refused
 from xcal.methods.base import Method, save_state
 from xcal.methods.context import Optimiser, StepAverage, StepRecord, trainable
+from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: progress made under one of these goes on under another.
 _MACHINE = frozenset(("threads", "chunk", "device", "keep_mb"))
@@ -210,6 +211,8 @@ class RunMemory:
             trace = [StepRecord(**r) for r in about["trace"]]
             state = method.load_state(about["state"])
             load_weights(model, part("model/"))  # refuses before it changes anything
+        except OwnCodeError:
+            raise  # a method that is to be repaired: what was saved is worth keeping
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
             return None
         optimiser.load(part("optimiser/"))

@@ -21,6 +21,7 @@ from xcal.explain.gradcam import gradcam_maps
 from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
+from xcal.plugins import own_code
 
 # What torch raises where shapes do not fit.
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
@@ -33,12 +34,24 @@ def check_network(experiment: Experiment, classes: int, side: int) -> str | None
     Returned is why its answers cannot be explained, where that does not keep it from training; None
     where they can.
     """
+    if ":" not in experiment.network:
+        return _look_at_network(experiment, classes, side)
+    with own_code("network", experiment.network, "a trial on made-up images"):
+        return _look_at_network(experiment, classes, side)
+
+
+def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | None:
     network, method = build_network(experiment, classes), method_of(experiment)
     _check_answers(experiment, network, classes, side)
     if isinstance(method, ChecksNetwork):
         method.check_network(network, experiment)
     if clips_units(method):
-        ClippingEngine(network)
+        try:
+            ClippingEngine(network)
+        except UserError as error:
+            raise UserError(
+                f"The network {experiment.network!r} does not suit {method.name}: {error}."
+            ) from error
         check_independence(network, side)
     unexplained = why_unexplained(network, side)
     if unexplained is not None and method.uses >= SIGNAL_KEYS:
@@ -67,7 +80,12 @@ def _check_answers(experiment: Experiment, network: nn.Module, classes: int, sid
                 f"{what} cannot take {count} image{'s' if count > 1 else ''} of {side}×{side}"
                 f" pixels ({why}): choose another number of pixels or another network."
             ) from None
-        shape = tuple(getattr(answers, "shape", ()))
+        if not isinstance(answers, torch.Tensor) or not answers.is_floating_point():
+            kind = answers.dtype if isinstance(answers, torch.Tensor) else type(answers).__name__
+            raise UserError(
+                f"{what} answers with {kind}: it must give a tensor of real numbers (logits)."
+            )
+        shape = tuple(answers.shape)
         if shape != (count, classes):
             raise UserError(
                 f"{what} answers {count} images with the shape {shape}: it must give one number for"

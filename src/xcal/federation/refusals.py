@@ -14,6 +14,7 @@ from xcal.dp.ledger.ledger import LedgerExhausted
 from xcal.dp.ledger.rows import LedgerBusy, LedgerRefusal
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
+from xcal.plugins import OwnCodeError
 
 CODES: dict[str, str] = {
     "malformed": "the message cannot be read, or a field is missing, unknown or of another type",
@@ -61,6 +62,14 @@ class Refused(UserError):
         self.code = code
 
 
+def paid_so_far(who: str, charges: int) -> str:
+    """What code of the user's own that failed has cost until then."""
+    paid = "nothing was charged or reserved"
+    if charges:
+        paid = f"{charges} step{'s' if charges > 1 else ''} of this run stay charged"
+    return f"Nothing of it leaves, and at {who} {paid}: repair it, and resume the run."
+
+
 @contextmanager
 def naming(code: str) -> Iterator[None]:
     """Within: what a user could have caused becomes a refusal of this code."""
@@ -78,6 +87,9 @@ def naming(code: str) -> Iterator[None]:
         raise Refused("sigma-too-low", str(error)) from error
     except UnchargedRelease as error:
         raise Refused("uncharged", str(error)) from error
+    except OwnCodeError as error:
+        # In training it is nothing that the ledger refuses.
+        raise Refused("internal" if code == "ledger" else code, str(error)) from error
     except DependentNetwork as error:
         raise Refused("network-dependent", str(error)) from error
     except UserError as error:

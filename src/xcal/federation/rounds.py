@@ -127,6 +127,8 @@ def _train(
     model = site.build_model()
     rows, keep_mb = _passes(model, experiment) if clips_units(method) else (0, experiment.keep_mb)
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
+    # Also before: a method of the user's own may fail here.
+    state = method.begin_round(method.load_state(previous.state if previous else None))
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     if site.partition is not None and ledger.terms.of_real_people:
         site.partition.remember(site.home)  # before the first charge
@@ -158,7 +160,6 @@ def _train(
     tail = StepAverage(model, steps, experiment.average_steps)
     split = _worth_keeping(site, model, method, keep_mb)
     kept = site.data.keep_activations(split, keep_mb, rows)
-    state = method.begin_round(method.load_state(previous.state if previous else None))
     trace: list[StepRecord] = []
     taken_up = memory.take_up(method, model, optimiser, tail)
     if taken_up is not None:
@@ -238,7 +239,7 @@ def _worth_keeping(site: Site, model: nn.Module, method: Method, megabytes: int)
     For a method with a signal it lies before the explained map, if that fits: the images would
     else go through the beginning once more to be explained.
     """
-    if method.uses >= SIGNAL_KEYS and hasattr(model, "cam_layer"):
+    if method.uses >= SIGNAL_KEYS and getattr(model, "cam_layer", None) is not None:
         explained = split_frozen(model, seen=str(model.cam_layer))
         if explained is not None and site.data.fits(explained, megabytes):
             return explained

@@ -17,6 +17,7 @@ from xcal.methods.base import CentralMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
 from xcal.methods.fl import CENTRALIZED, FL
 from xcal.methods.fl_dp import FL_DP
+from xcal.methods.own import own_method
 from xcal.methods.xcal import XCAL
 from xcal.methods.xcal_paper import XCAL_PAPER
 from xcal.plugins import load_object
@@ -43,11 +44,8 @@ def get_method(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     if ":" in name:
-        method: Method = load_object(name, "method")
-        for attribute in ("name", "private", "pooled", "uses", "plan", "step", "load_state"):
-            if not hasattr(method, attribute):
-                raise UserError(f"{name!r} is no method: it has no {attribute!r}; see the manual.")
-        return method
+        known = frozenset[str]().union(*(m.uses for m in METHODS.values()))
+        return own_method(name, load_object(name, "method"), known)
     raise UserError(
         f"Unknown method {name!r}.{nearest(name, tuple(METHODS))}"
         f" Known: {', '.join(METHODS)}, or package.module:name."

@@ -13,7 +13,7 @@ from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
 from xcal.models.weights import load_published, read_weights
-from xcal.plugins import load_object
+from xcal.plugins import MANUAL, OwnCodeError, check_call, load_object, own_code
 
 STAGED: dict[str, Callable[..., nn.Module]] = {
     "efficientnet_b0": efficientnet_b0,
@@ -29,7 +29,8 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
 
     The user's own, `package.module:name`, is a function `(classes, *, seed)` that returns an
     nn.Module with a `cam_layer` (dotted name of the module whose output is the CAM feature map) and
-    a `head_layer` (dotted name of the final Linear after global average pooling, or None).
+    a `head_layer` (dotted name of the final Linear after global average pooling); None: there is
+    no such layer.
     """
     name, seed = experiment.network, experiment.seed
     if experiment.head_reads != "last" and name != COLUMNED:
@@ -62,10 +63,28 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
 
 
 def _own(name: str, classes: int, seed: int) -> nn.Module:
-    network = load_object(name, "network")(classes, seed=seed)
+    """The user's own network, held to what a network is."""
+    build = load_object(name, "network")
+
+    def refusal(what: str) -> OwnCodeError:
+        return OwnCodeError(f"The network {name!r} {what}: see {MANUAL}.")
+
+    if isinstance(build, nn.Module):
+        raise refusal("is a network, and must be a function (classes, *, seed) that makes one")
+    check_call("network", name, build, name.partition(":")[2], ("classes", "*", "seed"))
+    with own_code("network", name, "making it"):
+        network = build(classes, seed=seed)
     if not isinstance(network, nn.Module):
-        raise UserError(f"The network {name!r} did not return a torch.nn.Module.")
-    for attribute in ("cam_layer", "head_layer"):
-        if not hasattr(network, attribute):
-            raise UserError(f"The network {name!r} has no attribute {attribute!r}: see the manual.")
+        raise refusal(f"was made as a {type(network).__name__}, and must be a torch.nn.Module")
+    with own_code("network", name, "its attributes"):
+        modules = {path for path, _ in network.named_modules() if path}
+        trains = any(p.requires_grad for p in network.parameters())
+        named = {a: getattr(network, a, "") for a in ("cam_layer", "head_layer")}
+    for attribute, layer in named.items():
+        if layer == "":
+            raise refusal(f"has no attribute {attribute!r}")
+        if layer is not None and (not isinstance(layer, str) or layer not in modules):
+            raise refusal(f"has {attribute} = {layer!r}, and no module of that name")
+    if not trains:
+        raise refusal("has no parameter that trains: let some require a gradient")
     return network

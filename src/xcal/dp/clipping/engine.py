@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
-from xcal.dp.clipping.recorder import Recorded, record
+from xcal.dp.clipping.recorder import INSTEAD_OF_BATCH_NORM, Recorded, record
 from xcal.dp.clipping.tape import Units
 from xcal.dp.padding import filled_up
 from xcal.errors import UserError
@@ -449,8 +449,8 @@ def _refuse_unsupported(model: nn.Module) -> None:
             learning = module.training and module.running_mean is not None
             if pooled or learning or (isinstance(module, _BatchNorm) and module.training):
                 raise UserError(
-                    f"{where} takes statistics from the batch, which mixes people's data: put it "
-                    "in evaluation mode (norm = frozen), or use group norm"
+                    f"{where} takes statistics from the batch, which mixes people's data: "
+                    + INSTEAD_OF_BATCH_NORM
                 )
         if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
             raise UserError(

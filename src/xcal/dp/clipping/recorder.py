@@ -24,6 +24,13 @@ from xcal.dp.clipping.geometry import PLAIN, Geometry
 from xcal.dp.clipping.layers import Convolution, FrozenNorm, GroupNorm, Linear, apply
 from xcal.dp.clipping.tape import Book, Units
 from xcal.errors import UserError
+from xcal.plugins import MANUAL
+
+INSTEAD_OF_BATCH_NORM = (
+    "use GroupNorm, or keep it in evaluation mode with statistics that do not move (norm = 'frozen'"
+    " for networks of this software, FrozenBatchNorm2d of xcal.models.layers in one of your own;"
+    f" {MANUAL})"
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -146,8 +153,8 @@ class Recorder(TorchFunctionMode):
         names = self._name(weight), self._name(bias)
         if training or running_mean is None or running_var is None:
             raise UserError(
-                "a batch norm uses the statistics of the batch, which mixes people's data: put it "
-                "in evaluation mode (norm = frozen), or use group norm"
+                "a batch norm uses the statistics of the batch, which mixes people's data: "
+                + INSTEAD_OF_BATCH_NORM
             )
         if not self._enter(x, "batch norm", *names):
             return None

@@ -308,6 +308,13 @@ class Ledger:
 
     def reserve(self, run: RunTerms) -> None:
         """Enter a run. The same terms again are accepted, others under its name refused."""
+        self.check(run)
+        if run.run not in self._runs:
+            self._append("run", asdict(run))
+            self._runs[run.run] = run
+
+    def check(self, run: RunTerms) -> None:
+        """Refuse, in one sentence, what `reserve` would refuse; nothing is written."""
         known = self._runs.get(run.run)
         if known is not None:
             if known != run:
@@ -316,12 +323,6 @@ class Ledger:
                     f"knows a run named {run.run!r} with other terms: name the new run otherwise.",
                 )
             return
-        self.check(run)
-        self._append("run", asdict(run))
-        self._runs[run.run] = run
-
-    def check(self, run: RunTerms) -> None:
-        """Refuse, in one sentence, a new run that the ledger's terms do not allow."""
         limited = self.terms.epsilon is not None
         if run.noise != "secure" and self.terms.of_real_people:
             raise refuse(
