@@ -29,7 +29,7 @@ Unit = Literal["record", "group"]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by")
+_LATER = ("public_validation", "public_validation_by", "workers")
 
 
 class Experiment(BaseModel):
@@ -218,7 +218,13 @@ class Experiment(BaseModel):
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of all but secure noise")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(
-        0, description="torch threads; 0 takes all cores"
+        1, description="torch threads of each process; 0 takes all cores"
+    )
+    workers: Annotated[int, Field(ge=1, le=256)] | None = Field(
+        None,
+        description="processes of one thread each that a round's clients train in, side by side; as"
+        " many as there are cores if not given, 1 where threads are more; does not change the"
+        " result",
     )
     chunk: Whole = Field(256, description="images processed at once; does not change the result")
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
@@ -258,8 +264,9 @@ class Experiment(BaseModel):
 
     def identity(self) -> dict[str, Any]:
         """`resolved` as it was before keys came that change nothing here: what digests are of."""
-        before = BEFORE_THE_KEY
-        return {k: v for k, v in self.resolved().items() if k not in before or v != before[k]}
+        before, values = BEFORE_THE_KEY, self.resolved()
+        values.pop("workers", None)  # which never change anything
+        return {k: v for k, v in values.items() if k not in before or v != before[k]}
 
 
 KEYS = tuple(Experiment.model_fields)

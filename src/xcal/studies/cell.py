@@ -77,7 +77,7 @@ def run_cell(
     else:
         folder = RunFolder.create(work, federation.experiment, sorted(cell.keys))
     try:
-        result = run_experiment(folder, talk, federation)
+        result = run_experiment(folder, talk, federation, workers=1)  # cells run side by side
     except Diverged as error:
         return _frame(cell, "diverged", command, folder) | {"reason": str(error)}, None
     values = _frame(cell, "finished", command, folder)
