@@ -21,7 +21,13 @@ def run_command(
     out: Path | None = typer.Option(None, "--out", help="The run's folder; must not exist yet."),
     resume: Path | None = typer.Option(None, "--resume", help="Continue the run in this folder."),
     engine: str = typer.Option(
-        "local", help="local: in this process; flower: clients in parallel, over Ray."
+        "local", help="local: on this machine; flower: clients in parallel, over Ray."
+    ),
+    workers: int | None = typer.Option(
+        None,
+        min=1,
+        max=256,
+        help="local: processes that clients train in, side by side; also with --resume.",
     ),
     client_cpus: float = typer.Option(1.0, help="flower: CPUs for one client."),
     client_gpus: float = typer.Option(0.0, help="flower: GPUs for one client, or a share of one."),
@@ -36,6 +42,8 @@ def run_command(
 
     if engine not in ENGINES:
         raise UserError(f"Unknown engine {engine!r}.{nearest(engine, ENGINES)}")
+    if engine == "flower" and workers is not None:
+        raise UserError("--workers is for the local engine: with flower, give --client-cpus.")
     if engine == "flower" and find_spec("flwr") is None:
         raise UserError("The engine flower is not installed: pip install 'xcal-fl[flower]'.")
     console = Console(markup=False, emoji=False)
@@ -68,5 +76,5 @@ def run_command(
             resources = Resources(client_cpus, client_gpus, ray_address)
             result = run_on_flower(folder, progress, federation, resources)
         else:
-            result = run_experiment(folder, progress, federation)
+            result = run_experiment(folder, progress, federation, workers=workers)
     show_result(console, result, folder.path)

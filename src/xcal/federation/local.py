@@ -95,7 +95,9 @@ def answer_of(client: LocalClient, question: Question, on_step: OnStep) -> Answe
 def in_worker(clients: Sequence[LocalClient], experiment: Experiment) -> Responder:
     """What answers for these clients in a worker process: their noise is made there, by it."""
     own = {
-        c.name: replace(c, held=c.held._replace(site=replace(c.held.site, noise=_noise(experiment))))
+        c.name: replace(
+            c, held=c.held._replace(site=replace(c.held.site, noise=_noise(experiment)))
+        )
         for c in clients
     }
     return lambda question, on_step: answer_of(own[question.client], question, on_step)

@@ -193,7 +193,9 @@ class Workers:
         for worker in self._workers:
             while worker.at is None and worker.legs:
                 leg = worker.legs[0]
-                if leg.client in answers:  # ended where it began: the budget was, or no room to save
+                if (
+                    leg.client in answers
+                ):  # ended where it began: the budget was, or no room to save
                     worker.legs.popleft()
                     continue
                 if leg.steps is None and leg.client in begun:
@@ -234,9 +236,7 @@ class Workers:
         how = f"exit code {code}"
         if code < 0:
             how = f"signal {-code} ({signal.Signals(-code).name}, code {code})"
-        short = (
-            ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
-        )
+        short = ", as systems do where memory runs out" if code == -signal.SIGKILL else ""
         others = [c for c in worker.held if c != worker.at.client]
         held = f", which also held {_named(others)}," if others else ""
         return UserError(
@@ -342,18 +342,23 @@ def _send(pipe: Connection, value: Any) -> None:
 def _packed(error: BaseException) -> tuple[Any, str]:
     """An error that arrives as its own type, with its text and what it carries."""
     where = "".join(traceback.format_exception(error))
-    for form in ((type(error), error.args, error.__dict__), (RuntimeError, (repr(error),), {})):
+    plain = (RuntimeError, (repr(error),), {})
+    for form in (error, (type(error), error.args, error.__dict__), plain):
         with contextlib.suppress(Exception):
-            if _unpacked(form, where) and pickle.loads(pickle.dumps(form)):
+            if str(_unpacked(pickle.loads(pickle.dumps(form)), where)) == str(error):
                 return form, where
-    raise AssertionError("plain text can be sent")
+    return plain, where
 
 
 def _unpacked(form: Any, where: str) -> BaseException:
-    kind, args, values = form
-    error: BaseException = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(values)
+    """The error again; pickle itself fails where its class is not made of its `args`."""
+    if isinstance(form, BaseException):
+        error = form
+    else:
+        kind, args, values = form
+        error = kind.__new__(kind)
+        error.args = args
+        error.__dict__.update(values)
     if not isinstance(error, UserError):
         error.add_note(f"In a worker process:\n{where}")
     return error
