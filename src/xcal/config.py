@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from xcal.errors import UserError
 from xcal.presets import PRESETS
@@ -212,10 +212,10 @@ class Experiment(BaseModel):
     road_images: Annotated[int, Field(ge=0)] = Field(
         32, description="how many of them are also explained and scored by ROAD"
     )
-    road_every: Whole = Field(1, description="in every k-th round, and in the last")
-    road_test_images: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="test images explained at the end; all if not given"
-    )
+    road_every: Whole = Field(2, description="in every k-th round, and in the last")
+    road_test_images: Annotated[
+        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
+    ] = Field(200, description="test images explained at the end, a fixed sample; or 'all'")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(0, description="of all but secure noise")
     threads: Annotated[int, Field(ge=0, le=256)] = Field(
         1, description="torch threads of each process; 0 takes all cores"
@@ -337,6 +337,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
     unset = {name: None for name, f in Experiment.model_fields.items() if f.default is None}
+    unset["road_test_images"] = None  # all of them, which a file cannot say otherwise
     return make_experiment({**unset, **BEFORE_THE_KEY, **read_toml(path)}, str(path))
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_resume import charges, model_of
 
 import xcal
 from support import TINY, ForkedXcal, Micro, sets, warm_up
-from test_resume import charges, model_of
 from xcal.errors import UserError
 from xcal.federation import local
 from xcal.privacy.ledger_rows import verify

@@ -35,6 +35,7 @@ def run_command(
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
+    from xcal.data.watch import watched
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
@@ -66,7 +67,8 @@ def run_command(
         if (found := with_constants(made)) != made:
             console.print(f"Constants of the public validation images are in {found.weights}.")
             made = found
-        federation = prepare(made)
+        with LiveProgress(console) as shown, watched(shown.draw):
+            federation = prepare(made)
         folder = RunFolder.create(out, federation.experiment, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
     with interruptible(console, again), LiveProgress(console) as progress:

@@ -168,7 +168,8 @@ def _run(
     else:
         model = coordinator.run(Remote(carrier, coordinator.model, progress))
     seconds = time.monotonic() - started
-    return _finish(folder, federation, model, state.reports, rule.report(state.server), seconds)
+    server = rule.report(state.server)
+    return _finish(folder, federation, model, state.reports, server, seconds, progress.measure)
 
 
 def _transport(

@@ -46,8 +46,8 @@ WIRE_KEYS = frozenset(
 LOCAL_KEYS = frozenset(
     "preset data train_images weights clients participants quorum round_timeout average"
     " aggregation trim partition concentration units_per_client keep_groups homes noise paired seed"
-    " threads workers chunk pass_rows device keep_mb group_cap public_validation public_validation_by"
-    " validation_images road_images road_every road_test_images".split()
+    " threads workers chunk pass_rows device keep_mb group_cap public_validation"
+    " public_validation_by validation_images road_images road_every road_test_images".split()
 )
 
 

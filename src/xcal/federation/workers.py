@@ -342,7 +342,7 @@ def _send(pipe: Connection, value: Any) -> None:
 def _packed(error: BaseException) -> tuple[Any, str]:
     """An error that arrives as its own type, with its text and what it carries."""
     where = "".join(traceback.format_exception(error))
-    plain = (RuntimeError, (repr(error),), {})
+    plain: tuple[Any, ...] = (RuntimeError, (repr(error),), {})
     for form in (error, (type(error), error.args, error.__dict__), plain):
         with contextlib.suppress(Exception):
             if str(_unpacked(pickle.loads(pickle.dumps(form)), where)) == str(error):

@@ -384,7 +384,7 @@ class Ledger:
         self._append("unbounded", {"run": run, "round": round_number, "cost": "inf"})
 
     def recorded_unbounded(self, run: str, round_number: int) -> bool:
-        """Whether a round's cost stands as infinite already: a round that is taken up is no new one."""
+        """Whether a round stands there already: one that is taken up is no new one."""
         asked = (run, round_number)
         return any(
             row.kind == "unbounded" and (row.body["run"], row.body["round"]) == asked

@@ -64,6 +64,8 @@ class Talk:
 
     def say(self, text: str) -> None: ...
 
+    def measure(self, what: str, done: int, total: int) -> None: ...
+
 
 def run_cell(
     cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk, device: str = "cpu"
