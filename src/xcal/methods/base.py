@@ -21,8 +21,8 @@ COMMON_KEYS = frozenset(
     " units_per_client keep_groups unit images_per_unit group_cap public_validation"
     " public_validation_by noise paired batch lr optimizer"
     " momentum validation_images road_images road_every road_test_images seed threads device"
-    " workers aggregation trim quorum round_timeout views augment average_steps chunk pass_rows keep_mb"
-    " preset".split()
+    " workers aggregation trim quorum round_timeout views augment average_steps chunk pass_rows"
+    " keep_mb preset".split()
 )
 PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "clip", "homes"})
 SIGNAL_KEYS = frozenset({"q", "alpha", "beta", "gamma", "fill", "tau"})
