@@ -124,8 +124,8 @@ def main() -> None:
             f" {repetitions} interleaved pairs of runs of {rounds} rounds on {os.cpu_count()}"
             " cores (`benchmarks/workers.py`). By processor time: of the server and of the busier"
             f" worker together, over that of one process; the bound is {BOUND}.\n\n"
-            "| clients | s a round, one process | wall time | processor time | from, to | within the"
-            " bound | load before |\n|---:|---:|---:|---:|---|---|---:|\n"
+            "| clients | s a round, one process | wall time | processor time | from, to | within"
+            " the bound | load before |\n|---:|---:|---:|---:|---|---|---:|\n"
             + "\n".join(lines)
             + f"\n\n{about}; commit {commit()}.\n"
         )
