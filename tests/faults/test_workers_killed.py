@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import charges, model_of
 
 import xcal
 from support import TINY, ForkedXcal, Micro, sets, warm_up
 from xcal.errors import UserError
 from xcal.federation import local
-from xcal.privacy.ledger_rows import verify
+from xcal.federation.files import read_tensors
+from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 KEYS: dict[str, Any] = {"method": "xcal", "road_images": 0, "road_test_images": 0, "workers": 2}
 
@@ -83,6 +83,18 @@ def running(tmp_path: Path, whole: Path) -> Iterator[tuple[ForkedXcal, Path, lis
         yield command, out, workers
     finally:
         command.kill()
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = read_tensors(folder / "model.safetensors")
+    assert found is not None
+    return found[0]
+
+
+def charges(folder: Path, client: str) -> list[tuple[int, int]]:
+    rows = read_rows(folder / "clients" / client / "ledger.sqlite")
+    (run,) = runs_of(rows)
+    return [(c.round, c.step) for c in charges_of(rows, run)]
 
 
 def resumed_is(whole: Path, out: Path, **keys: Any) -> None:
