@@ -102,6 +102,8 @@ def measure(network: str, sites: int) -> dict[str, Any]:
             def round(self, record: dict[str, Any]) -> None:
                 marks.append(time.process_time() - echo.seconds)
 
+            def measure(self, what: str, done: int, total: int) -> None: ...
+
             def say(self, text: str) -> None: ...
 
         run_experiment(folder, Marks(), federation, echo)

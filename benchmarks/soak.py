@@ -67,6 +67,8 @@ class Watch:
         )
         self._last = time.process_time()  # measuring the model is no part of a step
 
+    def measure(self, what: str, done: int, total: int) -> None: ...
+
     def say(self, text: str) -> None:
         print(text, flush=True)
 

@@ -117,6 +117,7 @@ TINY: dict[str, Any] = {
     "delta": 1e-3,
     "lr": 0.5,
     "threads": 1,
+    "workers": 1,  # spies and faults that tests put in are in this process
 }
 
 

@@ -39,8 +39,9 @@ def run(
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
-    `resume=True` continues the run that stands in `out` and takes no keys. Guarantee: nothing is
-    released from a client before its ledger has recorded the payment, durably.
+    `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
+    change no result. Guarantee: nothing is released from a client before its ledger has recorded
+    the payment, durably.
     """
     from xcal.errors import UserError
     from xcal.experiments import make_experiment
@@ -49,9 +50,10 @@ def run(
     from xcal.federation.setup import prepare
 
     if resume:
+        workers = make_experiment({"workers": keys.pop("workers", None)}, "xcal.run").workers
         if keys:
             raise UserError("A resumed run keeps its configuration: give no keys with resume.")
-        return run_experiment(RunFolder.find(Path(out)), progress)
+        return run_experiment(RunFolder.find(Path(out)), progress, workers=workers)
     else:
         federation = prepare(make_experiment(keys, "xcal.run"))  # refuse before DIR is made
         folder = RunFolder.create(Path(out), federation.experiment, sorted(keys))

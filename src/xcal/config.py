@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 # Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
@@ -23,7 +23,7 @@ Unit = Literal["record", "group"]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by")
+_LATER = ("public_validation", "public_validation_by", "workers")
 
 
 # The keys of the first edition in their order, each with its name of today: digests of runs that
@@ -224,15 +224,24 @@ class Experiment(BaseModel):
     road_images: Annotated[int, Field(ge=0)] = key(
         32, description="how many of them are also explained and scored by ROAD", travels=False
     )
-    road_every: Whole = key(1, description="in every k-th round, and in the last", travels=False)
-    road_test_images: Annotated[int, Field(ge=0)] | None = key(
-        None, description="test images explained at the end; all if not given", travels=False
+    road_every: Whole = key(2, description="in every k-th round, and in the last", travels=False)
+    road_test_images: Annotated[
+        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
+    ] = key(
+        200, description="test images explained at the end, a fixed sample; or 'all'", travels=False
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
         0, description="of all but secure noise", travels=False
     )
     threads: Annotated[int, Field(ge=0, le=256)] = key(
-        0, description="torch threads; 0 takes all cores", travels=False
+        1, description="torch threads of each process; 0 takes all cores", travels=False
+    )
+    workers: Annotated[int, Field(ge=1, le=256)] | None = key(
+        None,
+        description="processes of one thread each that a round's clients train in, side by side; as"
+        " many as there are cores if not given, 1 where threads are more; does not change the"
+        " result",
+        travels=False,
     )
     chunk: Whole = key(
         256, description="images processed at once; does not change the result", travels=False
@@ -280,6 +289,7 @@ class Experiment(BaseModel):
         Keys that came later stand behind, where they change something.
         """
         values = self.resolved()
+        values.pop("workers", None)  # which never change anything
         known = {old: values.pop(new) for old, new in FIRST_EDITION.items() if new in values}
         found = {**known, **values}
         return {k: v for k, v in found.items() if k not in BEFORE_THE_KEY or v != BEFORE_THE_KEY[k]}

@@ -111,6 +111,7 @@ def read_pinned(path: Path) -> Experiment:
     values = read_toml(path)
     fields = experiment_type(str(values.get("method", ""))).model_fields
     unset = {name: None for name, field in fields.items() if field.default is None}
+    unset["road_test_images"] = None  # all of them, which a file cannot say otherwise
     return make_experiment({**unset, **BEFORE_THE_KEY, **values}, str(path))
 
 

@@ -30,7 +30,7 @@ from xcal.studies.grid import BUSY, Cell, Choice, Grid
 from xcal.studies.runner import Options, Outcome, how_many, run_grid
 from xcal.studies.store import CellResult, Results, TestSet, merge, table_text
 
-TINY_KEYS = {k: v for k, v in TINY.items() if k != "threads"}
+TINY_KEYS = {k: v for k, v in TINY.items() if k not in ("threads", "workers")}
 
 
 def tiny_cell(**changes: Any) -> Cell:

@@ -36,6 +36,8 @@ def demo_command(
     """Train fl, fl-dp, xcal-paper and xcal on the embedded data at one ε, and compare them."""
     from xcal.cli.show import LiveProgress
     from xcal.experiments import make_experiment
+    from xcal.config import make_experiment
+    from xcal.data.watch import watched
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare
@@ -61,7 +63,8 @@ def demo_command(
             run = RunFolder.find(folder)
             federation = None
         else:
-            federation = prepare(make_experiment(values))
+            with LiveProgress(console) as shown, watched(shown.draw):
+                federation = prepare(make_experiment(values))
             run = RunFolder.create(folder, federation.experiment, sorted(values))
         again = f"`xcal demo --out {out}` goes on from here."
         with interruptible(console, again), LiveProgress(console, method) as progress:

@@ -30,17 +30,22 @@ def evaluate_command(
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
     from xcal.report.measured import evaluate_run
+    from xcal.cli.show import LiveProgress
+    from xcal.data.watch import watched
+    from xcal.report.evaluation import evaluate_run
     from xcal.report.runs import load_data, load_run
 
     loaded = load_run(run)
     other = load_run(against) if against is not None else None
-    found = evaluate_run(
-        loaded,
-        load_data(loaded, data, beside=[] if other is None else [other]),
-        explained=images,
-        against=other,
-        maps_by=map_method,  # type: ignore[arg-type]  # checked where maps are made
-    )
+    with LiveProgress(Console(stderr=as_json)) as shown, watched(shown.draw):
+        found = evaluate_run(
+            loaded,
+            load_data(loaded, data, beside=[] if other is None else [other]),
+            explained=images,
+            against=other,
+            maps_by=map_method,  # type: ignore[arg-type]  # checked where maps are made
+            on_measure=shown.measure,
+        )
     if as_json:
         typer.echo(json.dumps({"run": run.name, **found}, indent=2))
         return
@@ -94,8 +99,10 @@ def _summary(found: dict[str, Any]) -> Table:
     ]
     if explained is not None:
         road = explained["road"]
+        low, high = road["interval"] or (None, None)
+        between = "" if low is None else f"; 95 %: {number(low)} to {number(high)}"
         rows += [
-            ("ROAD", road["road"], f"on confidence, -0.5 to 0.5, {road['images']} images"),
+            ("ROAD", road["road"], f"on confidence, -0.5 to 0.5, {road['images']} images{between}"),
             ("ROAD, logits, %", road["road_logit_percent"], "relative; without bounds"),
             ("insertion AUC", explained["insertion_auc"], "higher is better, 0 to 1"),
             ("deletion AUC", explained["deletion_auc"], "lower is better, 0 to 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ def explain_command(
 
     Writes a PNG for each image and one HTML page with all of them that needs no other file.
     """
+    from xcal.cli.show import LiveProgress
     from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
     from xcal.report.drawing import answer_text, save_explanation
@@ -43,10 +45,14 @@ def explain_command(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The folder {out} cannot be made: {error.strerror}.") from None
-    found = explain_pictures(loaded, pictures, method=method)
-    names = file_names(pictures)
-    for name, explanation in zip(names, found, strict=True):
-        save_explanation(out / name, explanation)
+    console = Console()
+    with LiveProgress(console) as shown:
+        found = explain_pictures(
+            loaded, pictures, method=method, on_images=partial(shown.measure, "images")
+        )
+        for done, (name, explanation) in enumerate(zip(file_names(pictures), found, strict=True)):
+            save_explanation(out / name, explanation)
+            shown.measure("pictures drawn", done + 1, len(found))
     result = RunFolder.find(run).result or {}
     page = explanations_page(
         loaded,
@@ -71,7 +77,6 @@ def explain_command(
             f"{item.road:+.3f}",
         )
         table.add_row(*map(escape, row))  # a name with brackets is a name, not a style
-    console = Console()
     console.print(table)
     for item in found:
         for note in item.notes:

@@ -22,7 +22,13 @@ def run_command(
     out: Path | None = typer.Option(None, "--out", help="The run's folder; must not exist yet."),
     resume: Path | None = typer.Option(None, "--resume", help="Continue the run in this folder."),
     engine: str = typer.Option(
-        "local", help="local: in this process; flower: clients in parallel, over Ray."
+        "local", help="local: on this machine; flower: clients in parallel, over Ray."
+    ),
+    workers: int | None = typer.Option(
+        None,
+        min=1,
+        max=256,
+        help="local: processes that clients train in, side by side; also with --resume.",
     ),
     client_cpus: float = typer.Option(1.0, help="flower: CPUs for one client."),
     client_gpus: float = typer.Option(0.0, help="flower: GPUs for one client, or a share of one."),
@@ -30,6 +36,7 @@ def run_command(
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
+    from xcal.data.watch import watched
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
@@ -37,6 +44,8 @@ def run_command(
 
     if engine not in ENGINES:
         raise UserError(f"Unknown engine {engine!r}.{nearest(engine, ENGINES)}")
+    if engine == "flower" and workers is not None:
+        raise UserError("--workers is for the local engine: with flower, give --client-cpus.")
     if engine == "flower" and find_spec("flwr") is None:
         raise UserError("The engine flower is not installed: pip install 'xcal-fl[flower]'.")
     console = Console(markup=False, emoji=False)
@@ -59,7 +68,8 @@ def run_command(
         if (found := with_constants(made)) != made:
             console.print(f"Constants of the public validation images are in {found.weights}.")
             made = found
-        federation = prepare(made)
+        with LiveProgress(console) as shown, watched(shown.draw):
+            federation = prepare(made)
         folder = RunFolder.create(out, federation.experiment, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
     with interruptible(console, again), LiveProgress(console) as progress:
@@ -69,5 +79,5 @@ def run_command(
             resources = Resources(client_cpus, client_gpus, ray_address)
             result = run_on_flower(folder, progress, federation, resources)
         else:
-            result = run_experiment(folder, progress, federation)
+            result = run_experiment(folder, progress, federation, workers=workers)
     show_result(console, result, folder.path)

@@ -41,7 +41,7 @@ class LiveProgress:
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("steps"),
+            TextColumn("{task.fields[unit]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -50,6 +50,7 @@ class LiveProgress:
         )
         self._title = title
         self._task: Any = None
+        self._counted = ""  # what the bar counts, where it is not steps
         self._headed = False
 
     def __enter__(self) -> LiveProgress:
@@ -65,7 +66,25 @@ class LiveProgress:
         self._bar.stop()
 
     def start(self, total_steps: int, done_steps: int) -> None:
-        self._task = self._bar.add_task(self._title, total=total_steps, completed=done_steps)
+        self._task = self._bar.add_task(
+            self._title, total=total_steps, completed=done_steps, unit="steps"
+        )
+
+    def measure(self, what: str, done: int, total: int) -> None:
+        self._count("measuring", what, done, total)
+
+    def draw(self, done: int, total: int) -> None:
+        """Before a run: the images of a data set that is drawn."""
+        self._count("drawing", "images", done, total)
+
+    def _count(self, doing: str, what: str, done: int, total: int) -> None:
+        stop_if_interrupted()
+        if what != self._counted:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._counted = what
+            self._task = self._bar.add_task(doing, total=total, unit=what)
+        self._bar.update(self._task, completed=done)
 
     def step(self, count: int) -> None:
         stop_if_interrupted()
@@ -140,6 +159,12 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
     console.print(
         f"Test macro F1 {number(result['macro_f1'])}, {promise}, {result['noise'] or 'no'} noise."
     )
+    between = result.get("road_interval")
+    if between is not None:
+        console.print(
+            f"ROAD {number(result['road'])} ({number(between[0])} to {number(between[1])}, 95 %),"
+            f" on {result['road_images']} test images."
+        )
     if result["epsilon_paper"] is not None:
         console.print(f"ε by the paper's own accounting: {result['epsilon_paper']:.4g}.")
     if result["unused"]:

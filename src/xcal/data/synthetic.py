@@ -12,13 +12,16 @@ machine rounds alike: a seed gives the same images everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data.images import ImageData, Images
+from xcal.data.watch import tell
 from xcal.errors import UserError
 
 CLASSES = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
@@ -66,14 +69,15 @@ def smear(
         raise UserError("smear: images_per_patient must be at least 1.")
     if seed < 0:
         raise UserError(f"smear: seed is {seed}, but must not be negative.")
-    splits = []
+    splits: list[Images] = []
     first_patient = 0
     for number, (split, size) in enumerate(
         (("train", train), ("validation", validation), ("test", test))
     ):
         # Keyed by the split's number, not spawned in turn: sizes of other splits change nothing.
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-        splits.append(_split(rng, split, size, pixels, images_per_patient, first_patient))
+        told = partial(_tell, sum(map(len, splits)), train + validation + test)
+        splits.append(_split(rng, split, size, pixels, images_per_patient, first_patient, told))
         first_patient += -(-size // images_per_patient)
     return ImageData(
         name="smear",
@@ -84,6 +88,10 @@ def smear(
         validation=splits[1],
         test=splits[2],
     )
+
+
+def _tell(before: int, total: int, drawn: int) -> None:
+    tell(before + drawn, total)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ def _split(
     pixels: int,
     images_per_patient: int,
     first_patient: int,
+    on_drawn: Callable[[int], None],
 ) -> Images:
     patient_of = np.arange(size) // images_per_patient
     patients = int(patient_of[-1]) + 1 if size else 0
@@ -120,6 +129,7 @@ def _split(
     for start in range(0, size, _CHUNK):
         chunk = slice(start, min(start + _CHUNK, size))
         picture[chunk], masks[chunk] = _draw(rng, labels[chunk], shared.at(chunk), pixels)
+        on_drawn(chunk.stop)
     return Images(
         pixels=picture,
         labels=labels,

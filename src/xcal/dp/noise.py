@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -62,6 +63,31 @@ class NoiseSource(Protocol):
         """One standard normal in float64."""
         ...
 
+
+class _OfOneProcess(Protocol):
+    """A source that compares `_process` with its process, and begins anew where they differ."""
+
+    _process: int
+
+
+_sources: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def not_forked(source: _OfOneProcess) -> None:
+    """Have every forked child begin this source anew.
+
+    Process numbers are used again: a child may have that of the process which made the source.
+    """
+    _sources.add(source)
+
+
+def _begin_anew() -> None:
+    for source in _sources:
+        source._process = -1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 _WORDS = slice(24, 24 + 624 * 8)  # where the Mersenne twister's words stand in torch's state
 
@@ -137,6 +163,7 @@ class SecureNoise:
 
     def __init__(self) -> None:
         self._rekey()
+        not_forked(self)
 
     def _rekey(self) -> None:
         self._process = os.getpid()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcal.dp.noise import NoiseKey, SecureNoise
+from xcal.privacy.noise import NoiseKey, SecureNoise, not_forked
 
 _BLOCK = 1 << 20
 _NO_KEY = NoiseKey("", "", 0, 0, "ahead")  # a secure source does not look at its key
@@ -30,6 +31,7 @@ class SecureNoiseAhead:
     def __init__(self) -> None:
         self._direct = SecureNoise()
         self._forget()
+        not_forked(self)
 
     def _forget(self) -> None:
         self._process = os.getpid()

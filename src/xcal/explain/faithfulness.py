@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,7 @@ def insertion_deletion(
     fill: Fill = "imagenet",
     seed: int = 0,
     batch_size: int = 32,
+    on_images: Callable[[int], None] = lambda *_: None,
 ) -> InsertionDeletion:
     """Insertion and deletion for the class predicted on the intact image; model left untouched."""
     if steps < 1:
@@ -77,6 +79,7 @@ def insertion_deletion(
         logits = predict_logits(model, stages, batch_size=batch_size).double()
         confidence = logits.softmax(dim=1)[:, predicted[index]].cpu().numpy()
         deletion[index], insertion[index] = np.split(confidence, 2)
+        on_images(index + 1)
     finite = np.isfinite(deletion) & np.isfinite(insertion)
     sound = finite.all(axis=1, keepdims=True)
     deletion, insertion = (np.where(sound, curve, 0) for curve in (deletion, insertion))

@@ -16,7 +16,7 @@ everything from a map that is mostly zero, as a ReLU leaves it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +124,7 @@ def road(
     settings: RoadSettings | None = None,
     *,
     classes: Tensor | None = None,
+    on_images: Callable[[int], None] = lambda *_: None,
 ) -> RoadResult:
     """ROAD of `maps` (N, h, w), enlarged to the images (N, C, H, W), for the predicted classes.
 
@@ -152,6 +153,7 @@ def road(
         logits[done : done + count, 1:] = logit.reshape(count, -1)
         confidences[done : done + count, 1:] = confidence.reshape(count, -1)
         done += count
+        on_images(done)
     return _result(settings, logits, confidences, target.cpu().numpy(), constant, broken)
 
 

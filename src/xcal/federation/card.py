@@ -109,8 +109,10 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
     explained = result["explanations"]
     if explained is not None:
         count = explained["road"]["images"]
+        low, high = explained["road"].get("interval") or (None, None)
+        between = "" if low is None else f"; 95 %: {_number(low)} to {_number(high)}"
         rows += [
-            (f"ROAD on confidence ({count} images)", _number(explained["road"]["road"])),
+            (f"ROAD on confidence ({count} images{between})", _number(explained["road"]["road"])),
             (f"insertion AUC ({count} images)", _number(explained["insertion_auc"])),
             (f"deletion AUC ({count} images)", _number(explained["deletion_auc"])),
         ]

@@ -55,6 +55,10 @@ class Progress(Protocol):
 
     def say(self, text: str) -> None: ...
 
+    def measure(self, what: str, done: int, total: int) -> None:
+        """After the last round: so many images of `what` are measured."""
+        ...
+
 
 class Silent:
     """Nobody does."""
@@ -66,6 +70,8 @@ class Silent:
     def round(self, record: dict[str, Any]) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def measure(self, what: str, done: int, total: int) -> None: ...
 
 
 Answer = RoundReply | Refusal | None  # None: no answer in time

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,17 +143,28 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_PATIENCE = 3.0  # seconds
+
+
 def lock_folder(folder: Path) -> int:
-    """Hold a folder for this process; the lock goes with the process, however it ends."""
+    """Hold a folder for this process; the lock goes with the process, however it ends.
+
+    And with its workers, who end with it: whoever comes next waits until the last one is gone.
+    """
     try:
         handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
         raise UserError(f"The run in {folder} cannot be locked: {error.strerror}.") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise UserError(
-            f"The run in {folder} is being worked on by another process: wait until it ends."
-        ) from None
-    return handle
+    patient_until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except OSError:
+            if time.monotonic() < patient_until:
+                time.sleep(0.05)
+                continue
+            os.close(handle)
+            raise UserError(
+                f"The run in {folder} is being worked on by another process: wait until it ends."
+            ) from None

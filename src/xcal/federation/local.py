@@ -1,11 +1,12 @@
-"""The local engine: the paper's Algorithm 2 in one process, resumable at any moment."""
+"""The local engine: the paper's Algorithm 2 on one machine, resumable at any moment."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from xcal.federation.coordinator import (
     Progress,
     Remote,
     Silent,
-    Transport,
 )
 from xcal.federation.exchange import Question
 from xcal.federation.files import lock_folder, write_json
@@ -34,10 +34,12 @@ from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
 from xcal.federation.refusals import Refused
+from xcal.federation.rounds import OnStep
 from xcal.federation.setup import Federation, ask_homes, prepare
 from xcal.federation.simulated import make_ledger
 from xcal.federation.site import Held, Site, keep_freed_memory, torch_threads
 from xcal.methods.client_data import LocalData
+from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.models.registry import build_network
 
 __all__ = ["InProcess", "Progress", "Silent", "public_subset", "run_experiment"]
@@ -64,27 +66,41 @@ class InProcess:
     Server and clients are one user here, so a client's refusal is shown with its reason.
     """
 
-    def __init__(self, clients: Sequence[LocalClient], on_step: Callable[[int], None]) -> None:
+    def __init__(self, clients: Sequence[LocalClient], on_step: OnStep) -> None:
         self._clients = {client.name: client for client in clients}
         self._on_step = on_step
 
     def ask(
         self, round_number: int, questions: Sequence[Question], timeout: float | None
     ) -> dict[str, Answer]:
-        return {q.client: self._answer(q) for q in questions}
-
-    def _answer(self, question: Question) -> Answer:
-        client = self._clients[question.client]
-        try:
-            with to_the_user(client.owner):
-                return respond(client, question, self._on_step)
-        except Refused as refusal:
-            if refusal.code != "diverged":  # which ends the run wherever its clients are
-                raise
-            return Refusal(client.name, refusal.code)
+        return {q.client: answer_of(self._clients[q.client], q, self._on_step) for q in questions}
 
     def late(self) -> list[str]:
         return []
+
+    def close(self) -> None:
+        """There is nobody to end."""
+
+
+def answer_of(client: LocalClient, question: Question, on_step: OnStep) -> Answer:
+    try:
+        with to_the_user(client.owner):
+            return respond(client, question, on_step)
+    except Refused as refusal:
+        if refusal.code != "diverged":  # which ends the run wherever its clients are
+            raise
+        return Refusal(client.name, refusal.code)
+
+
+def in_worker(clients: Sequence[LocalClient], experiment: Experiment) -> Responder:
+    """What answers for these clients in a worker process: their noise is made there, by it."""
+    own = {
+        c.name: replace(
+            c, held=c.held._replace(site=replace(c.held.site, noise=_noise(experiment)))
+        )
+        for c in clients
+    }
+    return lambda question, on_step: answer_of(own[question.client], question, on_step)
 
 
 def run_experiment(
@@ -92,11 +108,12 @@ def run_experiment(
     progress: Progress | None = None,
     federation: Federation | None = None,
     carrier: Carrier | None = None,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Train what the folder's configuration says, from wherever it stands; return the result.
 
     `carrier`: an engine that carries messages to clients elsewhere; without one the clients are
-    simulated in this process.
+    simulated on this machine, by as many `workers` as the configuration says if not given here.
     """
     progress = progress or Silent()
     handle = lock_folder(folder.path)
@@ -108,7 +125,7 @@ def run_experiment(
         keep_freed_memory()
         with torch_threads(threads_of(folder)):
             federation = federation or prepare(experiment, new=False)
-            return _run(folder, federation, progress, carrier)
+            return _run(folder, federation, progress, carrier, workers)
     finally:
         os.close(handle)  # releases the lock, as the end of the process would
 
@@ -123,7 +140,11 @@ def threads_of(folder: RunFolder) -> int:
 
 
 def _run(
-    folder: RunFolder, federation: Federation, progress: Progress, carrier: Carrier | None
+    folder: RunFolder,
+    federation: Federation,
+    progress: Progress,
+    carrier: Carrier | None,
+    workers: int | None,
 ) -> dict[str, Any]:
     started = time.monotonic()
     experiment = federation.experiment
@@ -138,17 +159,31 @@ def _run(
     coordinator = Coordinator(folder, federation, rule, progress)
     state = coordinator.state
     write_preamble(folder, federation, state.reports)
-    transport: Transport
     if carrier is None:
         clients = make_clients(folder, federation, set(state.heads))
         if state.rounds < experiment.rounds:
             ask_homes(federation, folder.about["run"])
-        transport = InProcess(clients, progress.step)
+        with closing(_transport(clients, federation, workers, progress.step)) as transport:
+            model = coordinator.run(transport)
     else:
-        transport = Remote(carrier, coordinator.model, progress)
-    model = coordinator.run(transport)
+        model = coordinator.run(Remote(carrier, coordinator.model, progress))
     seconds = time.monotonic() - started
-    return _finish(folder, federation, model, state.reports, rule.report(state.server), seconds)
+    server = rule.report(state.server)
+    return _finish(folder, federation, model, state.reports, server, seconds, progress.measure)
+
+
+def _transport(
+    clients: Sequence[LocalClient], federation: Federation, workers: int | None, on_step: OnStep
+) -> InProcess | Workers:
+    """How questions reach the clients of this machine: here, or in processes side by side."""
+    experiment = federation.experiment
+    count = worker_count(
+        workers or experiment.workers, torch.get_num_threads(), federation.participants
+    )
+    if count == 1:
+        return InProcess(clients, on_step)
+    steps = {name: federation.steps_of_round(c) for c, name in enumerate(federation.names)}
+    return Workers(lambda: in_worker(clients, experiment), steps, count, on_step)
 
 
 def _tell_unmeasured(folder: RunFolder, federation: Federation, progress: Progress) -> None:

@@ -35,7 +35,7 @@ from xcal.methods.context import Optimiser, StepAverage, StepRecord, trainable
 from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: progress made under one of these goes on under another.
-_MACHINE = frozenset(("threads", "chunk", "device", "keep_mb"))
+_MACHINE = frozenset(("threads", "workers", "chunk", "device", "keep_mb"))
 _STEP_BYTES = 400  # at most, of one step in an answer's text
 
 
@@ -169,10 +169,10 @@ class RunMemory:
         tail: StepAverage,
         state: Any,
         trace: Sequence[StepRecord],
-    ) -> None:
+    ) -> bool:
         """Keep a step, if there is room: without it a round that is cut off only begins again."""
         if not self._can_save:
-            return
+            return False
         tensors = {f"model/{k}": v.detach() for k, v in trainable(model).items()}
         tensors |= {f"optimiser/{k}": v for k, v in optimiser.state().items()}
         tensors |= {f"tail/{k}": v for k, v in tail.state().items()}
@@ -186,6 +186,7 @@ class RunMemory:
             write_tensors(self._folder / "progress.safetensors", tensors, about, sync=False)
         except UserError:
             self._can_save = False
+        return self._can_save
 
     def take_up(
         self, method: Method, model: nn.Module, optimiser: Optimiser, tail: StepAverage

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from xcal.dp.statement import (
 )
 from xcal.federation.card import card_text
 from xcal.federation.evaluation import (
+    OnImages,
     Predictions,
     PublicImages,
     explain_road,
@@ -32,6 +34,8 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation
 from xcal.methods.base import Method, nominal_epsilon
+
+OnMeasure = Callable[[str, int, int], None]  # of what, how many are done, of how many
 
 
 def public_subset(images: Images, wanted: int | None) -> Images | None:
@@ -167,10 +171,11 @@ def finish(
     reports: dict[str, dict[str, Any]],
     server: dict[str, Any] | None,
     seconds: float,
+    on_measure: OnMeasure = lambda *_: None,
 ) -> dict[str, Any]:
     """Measure on the whole test set, if there is one, and write the result, last of all."""
     experiment, about = federation.experiment, folder.about
-    test = measure_test(model, federation)
+    test = measure_test(model, federation, partial(on_measure, "test images"))
     if len(test.labels):
         _save_predictions(folder.path / "predictions.npz", federation.data.test, test)
     write_tensors(
@@ -181,7 +186,14 @@ def finish(
     wanted = experiment.road_test_images if federation.explains else 0
     subset = public_subset(federation.data.test, wanted)
     explanations = (
-        explanation_metrics(model, subset, device=experiment.device) if subset is not None else None
+        explanation_metrics(
+            model,
+            subset,
+            device=experiment.device,
+            on_images=partial(on_measure, "explanations"),
+        )
+        if subset is not None
+        else None
     )
     road = (explanations or {}).get("road", {})
     private = federation.method.private
@@ -194,6 +206,8 @@ def finish(
         "network": experiment.network,
         "macro_f1": test.macro_f1() if len(test.labels) else None,
         "road": road.get("road"),
+        "road_interval": road.get("interval"),
+        "road_images": road.get("images"),
         "road_logit_percent": road.get("road_logit_percent"),
         "epsilon_target": experiment.epsilon if private else None,
         "epsilon_nominal": nominal,
@@ -241,11 +255,15 @@ def finish(
     return result
 
 
-def measure_test(model: nn.Module, federation: Federation) -> Predictions:
+def measure_test(
+    model: nn.Module,
+    federation: Federation,
+    on_images: OnImages = lambda *_: None,
+) -> Predictions:
     """The model's answers to the test images; of the right shape also where there are none."""
     images, classes = federation.data.test, len(federation.data.classes)
     if len(images):
-        return predict(model, images, device=federation.experiment.device)
+        return predict(model, images, device=federation.experiment.device, on_images=on_images)
     return no_predictions(classes)
 
 

@@ -42,6 +42,14 @@ from xcal.models.split import Split, split_frozen
 OnStep = Callable[[int], None]
 
 
+class SetAside(BaseException):
+    """Raised by who watches the steps: keep what was done, and stop here.
+
+    No error, so nobody logs it. The same request takes the round up where it was left, in this
+    process or another.
+    """
+
+
 def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None) -> RunTerms:
     return RunTerms(
         noise=noise,
@@ -140,7 +148,8 @@ def _train(
     )
     if account is None:
         ledger.reserve(terms)
-        ledger.record_unbounded(request.run, request.round)
+        if not ledger.recorded_unbounded(request.run, request.round):
+            ledger.record_unbounded(request.run, request.round)
     else:
         memory.begin(
             site.ledger_path, account.rounds_paid, -1 if previous is None else previous.round
@@ -210,7 +219,12 @@ def _train(
         guard.check(step)
         trace.append(record)
         tail.add(step)
-        on_step(1)
+        try:
+            on_step(1)
+        except SetAside:
+            # Where it cannot be kept it goes on: under secure noise it would be paid for again.
+            if memory.save_progress(model, optimiser, tail, state, trace):
+                raise
         if pace.due():
             memory.save_progress(model, optimiser, tail, state, trace)
             pace.done()

@@ -16,6 +16,7 @@ from xcal.explain.signal import mask_images, top_cells
 from xcal.methods.base import SignalParameters
 from xcal.report.pictures import Picture
 from xcal.report.runs import LoadedRun
+from xcal.training.evaluate import OnImages
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,17 @@ def explain_pictures(
     *,
     method: MapMethod = "gradcam",
     settings: RoadSettings | None = None,
+    on_images: OnImages = lambda *_: None,
 ) -> list[Explanation]:
     """Explain each picture by its own; the model is left untouched.
 
     A picture's numbers do not depend on which others are explained with it.
     """
-    return [_explain(run, picture, method, settings or RoadSettings()) for picture in pictures]
+    found = []
+    for picture in pictures:
+        found.append(_explain(run, picture, method, settings or RoadSettings()))
+        on_images(len(found), len(pictures))
+    return found
 
 
 def _explain(

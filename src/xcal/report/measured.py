@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
 from xcal.federation.evaluation import explanation_metrics, predict
 from xcal.federation.outcome import no_predictions, public_subset
+from xcal.federation.outcome import OnMeasure, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
 from xcal.report.runs import LoadedRun
 
@@ -28,6 +30,7 @@ def evaluate_run(
     explained: int | None = None,
     against: LoadedRun | None = None,
     maps_by: MapMethod = "gradcam",
+    on_measure: OnMeasure = lambda *_: None,
 ) -> dict[str, Any]:
     """Metrics as plain values for a table or a JSON file; None for what is undefined.
 
@@ -45,7 +48,9 @@ def evaluate_run(
     if why_unexplained(run.model, run.experiment.pixels) is not None:
         wanted = 0
     subset = public_subset(data.test, wanted)
-    found = predict(run.model, data.test) if len(data.test) else no_predictions(len(run.classes))
+    found = no_predictions(len(run.classes))
+    if len(data.test):
+        found = predict(run.model, data.test, on_images=partial(on_measure, "test images"))
     result: dict[str, Any] = {
         "method": run.experiment.method,
         "data": data.name,
@@ -57,7 +62,9 @@ def evaluate_run(
         "agreement": None,
     }
     if subset is not None:
-        result["explanations"] = explanation_metrics(run.model, subset, maps_by=maps_by)
+        result["explanations"] = explanation_metrics(
+            run.model, subset, maps_by=maps_by, on_images=partial(on_measure, "explanations")
+        )
         result["sanity_check"] = _sanity_check(run, subset)
         if against is not None:
             result["agreement"] = _agreement(run, against, subset)

@@ -64,6 +64,8 @@ class Talk:
 
     def say(self, text: str) -> None: ...
 
+    def measure(self, what: str, done: int, total: int) -> None: ...
+
 
 def run_cell(
     cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk, device: str = "cpu"
@@ -77,7 +79,7 @@ def run_cell(
     else:
         folder = RunFolder.create(work, federation.experiment, sorted(cell.keys))
     try:
-        result = run_experiment(folder, talk, federation)
+        result = run_experiment(folder, talk, federation, workers=1)  # cells run side by side
     except Diverged as error:
         return _frame(cell, "diverged", command, folder) | {"reason": str(error)}, None
     values = _frame(cell, "finished", command, folder)

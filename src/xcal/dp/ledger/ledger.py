@@ -408,6 +408,14 @@ class Ledger:
             raise BudgetExhausted("this ledger carries a limit")
         self._append("unbounded", {"run": run, "round": round_number, "cost": "inf"})
 
+    def recorded_unbounded(self, run: str, round_number: int) -> bool:
+        """Whether a round stands there already: one that is taken up is no new one."""
+        asked = (run, round_number)
+        return any(
+            row.kind == "unbounded" and (row.body["run"], row.body["round"]) == asked
+            for row in reversed(self._rows)
+        )
+
     def halt(self, run: str, round_number: int, step: int) -> None:
         """Record that a run's filter halted it for good. Once is enough."""
         if self.halted_at(run) is None:
