@@ -133,6 +133,10 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class FolderBusy(UserError):
+    """Another process holds the folder."""
+
+
 def lock_folder(folder: Path) -> int:
     """Hold a folder for this process; the lock goes with the process, however it ends."""
     try:
@@ -143,7 +147,7 @@ def lock_folder(folder: Path) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise UserError(
+        raise FolderBusy(
             f"The run in {folder} is being worked on by another process: wait until it ends."
         ) from None
     return handle

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,20 @@ FloatArray = NDArray[np.float64]
 
 DRAWS = 2000
 CONFIDENCE = 0.95
+
+
+class Verdict(StrEnum):
+    """What a paired difference says."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    NOT_SHOWN = "no difference shown"
+    ONE_SEED = "one seed"
+
+    @property
+    def shows(self) -> bool:
+        """Whether a difference was shown."""
+        return self in (Verdict.BETTER, Verdict.WORSE)
 
 
 @dataclass(frozen=True)
@@ -50,15 +65,12 @@ class Difference:
     each: tuple[float, ...] = ()  # seed by seed
 
     @property
-    def verdict(self) -> str:
-        """In one word: better, worse, or that nothing was shown."""
+    def verdict(self) -> Verdict:
         if self.seeds < 2:
-            return "one seed"
+            return Verdict.ONE_SEED
         if self.low > 0:
-            return "better"
-        if self.high < 0:
-            return "worse"
-        return "no difference shown"
+            return Verdict.BETTER
+        return Verdict.WORSE if self.high < 0 else Verdict.NOT_SHOWN
 
     @property
     def same(self) -> bool:
