@@ -13,7 +13,8 @@ from pathlib import Path
 
 from reproduce.store import Results
 from reproduce.tables import StudyView, view
-from reproduce.whole import whole_grid
+from reproduce.whole import whole_grids
+from xcal.studies.grid import Grid
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("docs/findings.md", "docs/results.md", "README.md")
@@ -22,10 +23,17 @@ PART = re.compile(
 )
 
 
+RESULTS = Results(ROOT / "results")
+
+
+@cache
+def _grids(scale: str) -> dict[str, Grid]:
+    return whole_grids(scale, RESULTS)
+
+
 @cache
 def _seen(study: str, scale: str) -> StudyView:
-    results = Results(ROOT / "results")
-    return view(whole_grid(study, scale, results), results)
+    return view(_grids(scale)[study], RESULTS)
 
 
 def part(kind: str, study: str, scale: str) -> str:

@@ -113,11 +113,16 @@ def _beside(cell: Cell, method: str) -> tuple[Any, ...]:
 
 def _made_by(result: CellResult, study: str) -> bool:
     """Whether the command that made the cell names the study."""
-    try:
-        words: Sequence[str] = shlex.split(str(result.values["command"]))
-    except ValueError:
-        return False
+    words = _words(str(result.values["command"]))
     return "study" in words and study in words[words.index("study") + 1 :]
+
+
+@cache
+def _words(command: str) -> Sequence[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return []
 
 
 def _listed(grid: Grid, results: Results) -> set[str]:

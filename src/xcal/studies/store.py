@@ -59,7 +59,7 @@ def rank_images(probabilities: NDArray[Any]) -> NDArray[Any]:
     return ranks.astype(np.uint16 if len(scores) < 2**16 else np.uint32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TestSet:
     """Public facts of a test set that every cell on it shares."""
 
@@ -91,7 +91,7 @@ class TestSet:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CellResult:
     """A cell's file, read back."""
 
@@ -138,6 +138,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sets: dict[str, TestSet] = {}
+        self._cells: dict[Path, tuple[tuple[int, int], CellResult]] = {}  # as long as files stay
 
     def _cell_path(self, scale: str, cell: str) -> Path:
         return self.path / "cells" / scale / f"{cell}.json"
@@ -160,6 +161,13 @@ class Results:
         return self._read(scale, path) if path.exists() else None
 
     def _read(self, scale: str, path: Path) -> CellResult:
+        about = path.stat()
+        state = (about.st_mtime_ns, about.st_size)
+        if path not in self._cells or self._cells[path][0] != state:
+            self._cells[path] = (state, self._checked(scale, path))
+        return self._cells[path][1]
+
+    def _checked(self, scale: str, path: Path) -> CellResult:
         try:
             values = read_object(path)
             # The name is a digest: nobody's result takes another's place.
