@@ -89,7 +89,6 @@ def test_the_docstrings_of_the_api_tell_the_truth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_findings_are_those_of_the_committed_results() -> None:
     from reproduce.findings import PAGES, page
 

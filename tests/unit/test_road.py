@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,9 +271,12 @@ def test_the_number_of_blas_threads_is_given_back(monkeypatch: pytest.MonkeyPatc
 
     seen = []
     real = imputation.dpbsv
-    monkeypatch.setattr(
-        imputation, "dpbsv", lambda *a, **k: seen.append(threads()) or real(*a, **k)
-    )
+
+    def noted(*words: Any, **options: Any) -> Any:
+        seen.append(threads())
+        return real(*words, **options)
+
+    monkeypatch.setattr(imputation, "dpbsv", noted)
     with threadpool_limits(limits=2, user_api="blas"):
         before = threads()
         impute(np.zeros((1, 8, 8)), np.eye(8, dtype=bool))
