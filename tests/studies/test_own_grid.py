@@ -26,6 +26,7 @@ def _toml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
+@pytest.mark.slow
 def test_a_grid_is_run_compared_and_gone_on_with(tmp_path: Path) -> None:
     path = experiment_file(tmp_path)
     words = ["study", str(path), "method=fl-dp,fl", "epsilon=2,8"]
