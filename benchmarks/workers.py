@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch._dynamo  # what a first optimiser imports, for seconds: not what is measured here
 
-from xcal.config import make_experiment
+from xcal.experiments import make_experiment
 from xcal.federation import local
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.setup import Federation, prepare

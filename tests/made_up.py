@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from reproduce.declared import Choice, declare
+from reproduce.store import ROAD_STEP, Results, TestSet, pack
 from xcal.metrics.classification import macro_f1
-from xcal.studies.declared import declare
-from xcal.studies.grid import Cell, Choice
-from xcal.studies.store import ROAD_STEP, Results, TestSet, pack
+from xcal.studies.grid import Cell
 
 GOOD = {"fl": 0.85, "centralized": 0.87, "fl-dp": 0.6, "agp": 0.62, "xcal-paper": 0.6, "xcal": 0.75}
 

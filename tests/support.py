@@ -136,8 +136,19 @@ def sets(**changes: Any) -> list[str]:
 
 def xcal_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The real command in a real process."""
+    return _process("xcal", words, options)
+
+
+def reproduce_process(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m reproduce` in a real process."""
+    return _process("reproduce", words, options)
+
+
+def _process(
+    module: str, words: tuple[str, ...], options: dict[str, Any]
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "xcal", *words],
+        [sys.executable, "-m", module, *words],
         capture_output=True,
         text=True,
         timeout=240,
@@ -253,7 +264,9 @@ def die_at(owner: Any, name: str, count: int) -> None:
 
 
 def xcal_environment() -> dict[str, str]:
-    path = os.pathsep.join([str(TESTS), str(ROOT / "src")])  # this checkout's code, not another's
+    path = os.pathsep.join(
+        [str(TESTS), str(ROOT / "src"), str(ROOT)]
+    )  # this checkout's code, not another's
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 

@@ -89,18 +89,18 @@ def test_the_docstrings_of_the_api_tell_the_truth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_the_findings_are_those_of_the_committed_results() -> None:
-    namespace = runpy.run_path(str(ROOT / "docs" / "make_findings.py"), run_name="page")
-    for name in namespace["PAGES"]:
-        text = (ROOT / "docs" / name).read_text()
-        assert text == namespace["page"](text), "run `python docs/make_findings.py`"
+    from reproduce.findings import PAGES, page
+
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        assert text == page(text), "run `python -m reproduce findings`"
 
 
 def test_the_tables_of_results_are_views_of_their_cells() -> None:
-    from xcal.studies.scales import SCALES
-    from xcal.studies.store import Results, table_text
-    from xcal.studies.whole import whole_grids
+    from reproduce.scales import SCALES
+    from reproduce.store import Results, table_text
+    from reproduce.whole import whole_grids
 
     results = Results(ROOT / "results")
     for scale in SCALES:

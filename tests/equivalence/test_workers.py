@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 import xcal
 from support import TINY, Micro, own_method
-from xcal.config import make_experiment
+from xcal.dp.ledger.ledger import LedgerExhausted
+from xcal.dp.ledger.rows import read_rows
+from xcal.dp.noise import NoiseKey, SecureNoise
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation import local, rounds
 from xcal.federation.coordinator import Diverged
 from xcal.federation.memory import RunMemory
 from xcal.federation.refusals import Refused
 from xcal.federation.workers import Leg, share_out, worker_count
-from xcal.privacy.ledger import LedgerExhausted
-from xcal.privacy.ledger_rows import read_rows
-from xcal.privacy.noise import NoiseKey, SecureNoise
 
 QUICK: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 9}
 
@@ -298,10 +298,10 @@ class OwnError(Exception):
 class Failing(type(own_method)):  # type: ignore[misc]
     """Static noise that fails at client 1, as the environment says."""
 
-    def step(self, bench: Any, *args: Any) -> Any:
-        if bench.client == "1":
+    def step(self, context: Any, *args: Any) -> Any:
+        if context.client == "1":
             raise FAILURES[os.environ["XCAL_TEST_FAILURE"]]()
-        return super().step(bench, *args)
+        return super().step(context, *args)
 
 
 FAILURES = {

@@ -14,10 +14,10 @@ import torch
 
 import xcal
 from support import TINY, ForkedXcal, Micro, sets, warm_up
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
 from xcal.federation import local
 from xcal.federation.files import read_tensors
-from xcal.privacy.ledger_rows import charges_of, read_rows, runs_of, verify
 
 KEYS: dict[str, Any] = {"method": "xcal", "road_images": 0, "road_test_images": 0, "workers": 2}
 

@@ -69,7 +69,7 @@ def test_auroc_of_kept_ranks_is_the_one_of_the_metrics(classes: int) -> None:
         assert ranks.dtype == np.uint16 and len(ranks) == (1 if classes == 2 else classes)
         even = np.ones((1, 60))
         found = [
-            weighted_auroc(row, labels == k, even)[0]
+            weighted_auroc(row, labels == k, np.arange(60), even)[0]
             for row, k in zip(ranks, [1] if classes == 2 else range(classes), strict=True)
         ]
         assert np.mean(found) == pytest.approx(auroc(labels, scores))
@@ -80,8 +80,9 @@ def test_a_weight_counts_an_image_so_often() -> None:
     ranks, positive = rng.integers(0, 9, 30), rng.random(30) < 0.4
     weights = rng.integers(0, 4, 30)
     often = np.repeat(np.arange(30), weights)
-    found = weighted_auroc(ranks, positive, weights[None].astype(float))
-    again = weighted_auroc(ranks[often], positive[often], np.ones((1, len(often))))
+    found = weighted_auroc(ranks, positive, np.arange(30), weights[None].astype(float))
+    every = np.arange(len(often))
+    again = weighted_auroc(ranks[often], positive[often], every, np.ones((1, len(often))))
     assert found == pytest.approx(again)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import struct
+import sys
 from pathlib import Path
 
-from xcal.federation.events import EventFile, _masked, crc32c, scalars_of
+import pytest
+
+from xcal.errors import UserError
+from xcal.federation.events import EventFile, scalars_of
 
 RECORD = {
     "round": 2,
@@ -15,40 +18,35 @@ RECORD = {
     "seconds": 1.25,
     "clients": [{"client": "a", "share_spent": 0.25, "units": 100, "mean_sigma": 0.8}],
 }
+DRAWN = {
+    "server/validation_macro_f1": 0.5,
+    "server/answered": 2.0,
+    "a/share_spent": 0.25,
+    "a/mean_sigma": 0.8,
+}
 
 
-def records(data: bytes) -> list[bytes]:
-    found, at = [], 0
-    while at < len(data):
-        head = data[at : at + 8]
-        (size,) = struct.unpack("<Q", head)
-        assert data[at + 8 : at + 12] == _masked(head)
-        body = data[at + 12 : at + 12 + size]
-        assert data[at + 12 + size : at + 16 + size] == _masked(body)
-        found.append(body)
-        at += 16 + size
-    return found
+def test_a_round_is_read_by_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-def test_the_checksum_is_castagnolis() -> None:
-    assert crc32c(b"123456789") == 0xE3069283
-
-
-def test_a_round_becomes_framed_records(tmp_path: Path) -> None:
-    file = EventFile(tmp_path)
+    file = EventFile(tmp_path / "new" / "events")
     file.round(RECORD)
+    found = EventAccumulator(str(tmp_path / "new" / "events"))
+    found.Reload()  # before the file is closed: a round is there as soon as it is told
+    read = {tag: found.Scalars(tag) for tag in found.Tags()["scalars"]}
+    assert {tag: pytest.approx(events[0].value) for tag, events in read.items()} == DRAWN
+    assert {events[0].step for events in read.values()} == {3}
     file.close()
-    first, *rest = records(file.path.read_bytes())
-    assert b"brain.Event:2" in first
-    assert len(rest) == 4
-    assert b"server/validation_macro_f1" in rest[0]
-    assert rest[0].endswith(struct.pack("<f", 0.5))
 
 
 def test_only_what_may_be_drawn_is_drawn() -> None:
-    assert dict(scalars_of(RECORD)) == {
-        "server/validation_macro_f1": 0.5,
-        "server/answered": 2.0,
-        "a/share_spent": 0.25,
-        "a/mean_sigma": 0.8,
-    }
+    assert dict(scalars_of(RECORD)) == DRAWN
+
+
+def test_without_tensorboard_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"xcal-fl\[loggers\]"):
+        EventFile(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import xcal
+from reproduce.scales import SCALES, make_cell
 from support import TINY
 from xcal.cli.ledger import app
 from xcal.cli.main import app as whole_app
@@ -38,8 +39,6 @@ from xcal.errors import UserError
 from xcal.experiments import make_experiment, read_pinned
 from xcal.federation.folder import RunFolder
 from xcal.methods.fl_dp import FL_DP
-from xcal.studies.grid import make_cell
-from xcal.studies.scales import SCALES
 
 FIXED = ("fl-dp", "adaptive-clip", "agp-dp")
 QUICK: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from road_timing import time_road
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.explain.blas import _thread_functions, one_blas_thread
+from xcal.explain import imputation
 from xcal.explain.imputation import impute, neighbour_sum
 from xcal.explain.road import (
     RoadSettings,
@@ -263,19 +265,23 @@ def test_maps_and_images_must_match() -> None:
         road(BlobClassifier(), blob_images(3), torch.rand(2, 5, 5))
 
 
-def test_the_number_of_blas_threads_is_given_back() -> None:
-    functions = _thread_functions()
-    if functions is None:
-        pytest.skip("SciPy does not use OpenBLAS here")
-    read, write = functions
-    before = read()
-    try:
-        write(2)
-        with one_blas_thread():
-            assert read() == 1
-        assert read() == 2
-    finally:
-        write(before)
+def test_the_number_of_blas_threads_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads() -> set[int]:
+        return {lib["num_threads"] for lib in threadpool_info() if lib["user_api"] == "blas"}
+
+    seen = []
+    real = imputation.dpbsv
+
+    def noted(*words: Any, **options: Any) -> Any:
+        seen.append(threads())
+        return real(*words, **options)
+
+    monkeypatch.setattr(imputation, "dpbsv", noted)
+    with threadpool_limits(limits=2, user_api="blas"):
+        before = threads()
+        impute(np.zeros((1, 8, 8)), np.eye(8, dtype=bool))
+        assert threads() == before
+    assert seen == [{1}]
 
 
 class PooledNet(nn.Module):

@@ -16,8 +16,9 @@ import pytest
 
 import xcal
 from made_up import made_up_results
+from reproduce import report as studies
 from support import TINY
-from xcal.report.report import save_report
+from xcal.report.report import gather, page_html, runs_page, save_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `web` is not installed")
 CHROMIUM = os.environ.get("XCAL_CHROMIUM") or shutil.which("chromium")
@@ -30,7 +31,18 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for method in ("fl", "fl-dp", "xcal"):
         xcal.run(base / "runs" / method, method=method, **TINY, signal_every=1)
     made_up_results(base / "results", seeds=2)
-    save_report(base / "report.html", [base / "runs", base / "results"])
+    # All that can stand on a page, on one: runs, and a study's sections.
+    found = studies.gather([base / "results"])
+    html = page_html(
+        runs_page(gather([base / "runs"])),
+        "studies.html",
+        Path(studies.__file__).parent,
+        [f for s in found.studies for f in s.every_figure],
+        studies=found.studies,
+        orphans=0,
+        older="",
+    )
+    save_page(base / "report.html", html)
     return base / "report.html"
 
 

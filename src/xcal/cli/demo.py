@@ -35,9 +35,8 @@ def demo_command(
 ) -> None:
     """Train fl, fl-dp, xcal-paper and xcal on the embedded data at one ε, and compare them."""
     from xcal.cli.show import LiveProgress
-    from xcal.experiments import make_experiment
-    from xcal.config import make_experiment
     from xcal.data.watch import watched
+    from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare

@@ -64,19 +64,19 @@ app.add_typer(data.app, name="data")
 app.add_typer(federation.app, name="federation")
 
 
-def main() -> None:
+def main(commands: typer.Typer = app, name: str = "xcal") -> None:
     """The entry point: bad input is one sentence and exit code 2, Ctrl-C is exit code 130."""
     with noting():
         try:
-            app()
+            commands()
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or interrupted():
-                typer.echo("\nxcal: interrupted.", err=True)
+                typer.echo(f"\n{name}: interrupted.", err=True)
                 sys.exit(INTERRUPTED)
             told = _sentence(error)
             if told is None:
                 raise
-            typer.echo(f"xcal: {told}", err=True)
+            typer.echo(f"{name}: {told}", err=True)
             sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""`xcal report`: runs and studies on one page."""
+"""`xcal report`: runs on one page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def report_command(
-    folders: list[Path] = typer.Argument(..., help="Runs, folders of runs, or results of studies."),
+    folders: list[Path] = typer.Argument(..., help="Runs, or folders of runs."),
     out: Path = typer.Option(Path("report.html"), help="The page to write."),
     images: int = typer.Option(4, min=0, max=16, help="Test images to show under every run."),
     figures: Path | None = typer.Option(
@@ -18,15 +18,10 @@ def report_command(
     """Write one self-contained HTML file: the question, the answer, tables, interactive figures."""
     from xcal.report.report import save_report
 
-    material = save_report(out, folders, panel_images=images)
-    parts = []
-    if material.runs:
-        parts.append(f"{len(material.runs)} run{'s' if len(material.runs) > 1 else ''}")
-    if material.studies:
-        parts.append(f"{len(material.studies)} stud{'ies' if len(material.studies) > 1 else 'y'}")
-    typer.echo(f"The report on {' and '.join(parts)} is in {out}.")
+    page = save_report(out, folders, panel_images=images)
+    typer.echo(f"The report on {len(page.runs)} run{'s'[: len(page.runs) > 1]} is in {out}.")
     if figures is not None:
         from xcal.report.vector import save_figures
 
-        drawn = save_figures(figures, material)
-        typer.echo(f"{drawn} figures as SVG and PDF are in {figures}.")
+        save_figures(figures, page.run_figures)
+        typer.echo(f"{len(page.run_figures)} figures as SVG and PDF are in {figures}.")

@@ -1,8 +1,7 @@
-"""`xcal study`: run a declared grid of experiments, or go on with one; merge results."""
+"""`xcal study`: an experiment along axes of one's own, resumable, compared in pairs."""
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import types
@@ -12,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from xcal.cli.interrupts import interruptible
 from xcal.errors import UserError
 
 if TYPE_CHECKING:
-    from xcal.studies.grid import Cell
+    from xcal.studies.comparison import Row
+    from xcal.studies.grid import Cell, Grid, OwnGrid
+    from xcal.studies.runner import Outcome
+    from xcal.studies.store import Results
+
+
+AGAIN = "The same command goes on from here."
 
 
 class GridProgress:
@@ -99,120 +105,16 @@ def time_text(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _split(option: str, text: str | None) -> tuple[str, ...] | None:
-    """The names that an option lists; None where it was not given."""
-    if text is None:
-        return None
-    words = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not words:
-        raise UserError(f"{option} names nothing: give names with commas between, or leave it out.")
-    return words
+def print_plan(console: Console, grid: Grid, results: Results) -> None:
+    """What there is of a grid, and what is missing."""
+    there = results.of_grid(grid)
+    for cell in grid.cells:
+        console.print(f"{'done   ' if cell in there else 'missing'}  {cell.title}", highlight=False)
+    console.print(f"{len(there)} of {len(grid.cells)} cells are finished.")
 
 
-def _numbers(text: str | None) -> tuple[float, ...] | None:
-    words = _split("--epsilons", text)
-    try:
-        found = None if words is None else tuple(float(word) for word in words)
-    except ValueError:
-        raise UserError(f"--epsilons takes numbers with commas between, not {text!r}.") from None
-    for word, epsilon in zip(words or (), found or (), strict=True):
-        if not 0 < epsilon < math.inf:
-            raise UserError(
-                f"--epsilons has {word}, but ε is a number above 0: leave it out, and for training"
-                " without noise choose --methods fl."
-            )
-    return found
-
-
-def study_command(
-    name: str = typer.Argument(..., help="The study, or `merge` to take over others' results."),
-    folders: list[Path] = typer.Argument(None, help="With `merge`: the others' result folders."),
-    scale: str = typer.Option("smoke", help="smoke, laptop or paper."),
-    data: str | None = typer.Option(None, help="Data sets, with commas between."),
-    network: str | None = typer.Option(None, help="Networks, with commas between."),
-    methods: str | None = typer.Option(None, help="Methods, with commas between."),
-    epsilons: str | None = typer.Option(None, help="Values of ε, with commas between."),
-    variants: str | None = typer.Option(
-        None, help="Beside plain cells only variants that begin so, with commas between."
-    ),
-    seeds: int | None = typer.Option(None, min=1, help="How many seeds, counted from 0."),
-    limit_minutes: float | None = typer.Option(None, help="Stop after so long; go on later."),
-    jobs: int | None = typer.Option(None, min=1, help="Cells at once; else what the machine has."),
-    weights: Path | None = typer.Option(None, help="Published EfficientNet-B0 weights."),
-    results: Path = typer.Option(Path("results"), help="Where finished cells are kept."),
-    work: Path = typer.Option(Path("runs/studies"), help="Where unfinished cells are."),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
-    keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
-    plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
-) -> None:
-    """Run a study: privacy-utility, clients, ablation, efficiency, overhead, panel or units.
-
-    The same command again goes on where it stopped; more seeds add to what is there.
-    """
-    from xcal.studies.declared import declare
-    from xcal.studies.grid import Choice, only_variants
-    from xcal.studies.runner import Options, run_grid
-    from xcal.studies.scales import SCALES
-    from xcal.studies.store import Results, merge
-    from xcal.studies.whole import whole_grid, whole_grids
-
-    console = Console()
-    if name == "merge":
-        if not folders:
-            raise UserError("Name the folders to merge: `xcal study merge DIR…`.")
-        ours = Results(results)
-        merged = merge(ours, [Results(folder) for folder in folders])
-        for known in ours.scales():
-            for grid in whole_grids(known, ours).values() if known in SCALES else ():
-                if ours.of_grid(grid):
-                    ours.write_table(grid)
-        console.print(
-            f"{merged.added} cells added to {results}, {merged.known} known already"
-            + (
-                f", {len(merged.different)} of them with other results: kept ours."
-                if merged.different
-                else "."
-            )
-        )
-        return
-    if folders:
-        raise UserError(f"{folders[0]} is one argument too many: only `merge` takes folders.")
-    choice = Choice(
-        _split("--data", data),
-        _split("--network", network),
-        _split("--methods", methods),
-        _numbers(epsilons),
-        seeds,
-    )
-    grid = declare(name, scale, choice)
-    if variants is not None:
-        grid = only_variants(grid, _split("--variants", variants) or ())
-    if plan:
-        there = Results(results).of_grid(grid)
-        for cell in grid.cells:
-            console.print(f"{'done   ' if cell in there else 'missing'}  {cell.title}")
-        console.print(f"{len(there)} of {len(grid.cells)} cells are finished.")
-        return
-    options = Options(
-        results=results,
-        work=work,
-        jobs=jobs,
-        limit_minutes=limit_minutes,
-        weights=weights,
-        command=shlex.join(["xcal", *sys.argv[1:]]),
-        keep=keep,
-        device=device,
-    )
-    again = "The same command goes on from here."
-    said = f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}"
-    with interruptible(console, again), GridProgress(console, name, said) as progress:
-        outcome = run_grid(
-            grid, options, progress, whole=lambda: whole_grid(name, scale, Results(results))
-        )
-    console.print(
-        f"{outcome.finished} of {outcome.total} cells are finished; the table is"
-        f" {Results(results).table_path(name, scale)}."
-    )
+def print_outcome(console: Console, outcome: Outcome, minutes: float | None) -> None:
+    """What is left to do; raises what the first failed cell said."""
     if outcome.elsewhere:
         others = len(outcome.elsewhere)
         console.print(
@@ -220,10 +122,86 @@ def study_command(
             " write the results; the same command later sees them."
         )
     if outcome.out_of_time:
-        console.print(f"The {limit_minutes:g} minutes are over. {again}")
+        console.print(f"The {minutes:g} minutes are over. {AGAIN}")
     if outcome.failed:
         cell, why = outcome.failed[0]
         raise UserError(
             f"{len(outcome.failed)} cell{'s' if len(outcome.failed) > 1 else ''} failed; the first"
             f" ({cell.title}): {why}"
         )
+
+
+def study_command(
+    experiment: Path = typer.Argument(..., help="An experiment file; it may have a table [axes]."),
+    axes: list[str] = typer.Argument(None, help="Axes, as method=fl-dp,xcal epsilon=1,8."),
+    seeds: int | None = typer.Option(None, min=1, help="How many seeds, counted from 0."),
+    out: Path | None = typer.Option(None, help="Where results go; else studies/NAME of the file."),
+    limit_minutes: float | None = typer.Option(None, help="Stop after so long; go on later."),
+    jobs: int | None = typer.Option(None, min=1, help="Cells at once; else what the machine has."),
+    keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
+    plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
+) -> None:
+    """Run an experiment at every combination of some keys' values, and compare them in pairs.
+
+    Values of the first axis are compared with its first value, seed by seed. The same command
+    again goes on where it stopped; more seeds or values add to what is there.
+    """
+    from xcal.studies.comparison import rows_of, rows_text
+    from xcal.studies.grid import own_grid
+    from xcal.studies.runner import Options, run_grid
+    from xcal.studies.store import Results, write_text
+
+    console = Console()
+    if not experiment.exists():
+        raise UserError(
+            f"There is no experiment file {experiment}: check the path. The paper's own studies are"
+            " run from a checkout by `python -m reproduce study NAME`."
+        )
+    own = own_grid(experiment, axes or (), seeds)
+    grid, folder = own.grid, out or Path("studies") / experiment.stem
+    results = Results(folder)
+    if plan:
+        print_plan(console, grid, results)
+        return
+    command = shlex.join(["xcal", *sys.argv[1:]])
+    options = Options(folder, folder / "work", jobs, limit_minutes, command, keep)
+    said = f"[bold]{experiment.stem}[/bold], {len(grid.cells)} cells."
+    with interruptible(console, AGAIN), GridProgress(console, experiment.stem, said) as progress:
+        outcome = run_grid(grid, options, progress)
+    rows = rows_of(own, results)
+    write_text(folder / "comparison.csv", rows_text(own, rows))
+    if rows:
+        console.print(_rows_table(own, rows))
+    console.print(
+        f"{outcome.finished} of {outcome.total} cells are finished: {folder}/cells.csv, compared in"
+        f" {folder}/comparison.csv."
+    )
+    print_outcome(console, outcome, limit_minutes)
+
+
+def _rows_table(own: OwnGrid, rows: list[Row]) -> Table:
+    axes = [k for k, v in own.axes.items() if k != "seed" and len(v) > 1]
+    first = "" if own.compared is None else f"{own.compared} = {own.axes[own.compared][0]}"
+    caption = "Mean ± standard deviation over (n) seeds."
+    if first:
+        caption += (
+            f" Differences from {first}, paired by seed, with 95 % intervals that resample seeds"
+            " and whole groups of test images."
+        )
+    table = Table(caption=caption, caption_justify="left")
+    heads = ["macro F1", *([f"− {first}", "verdict"] if first else []), "ROAD"]
+    for head in [*axes, *heads, *([f"− {first}", "verdict"] if first else [])]:
+        table.add_column(head)
+    for row in rows:
+        cells = [str(row.at[k]) for k in axes]
+        for measure in ("macro_f1", "road"):
+            mean, d = row.means.get(measure), row.differences.get(measure)
+            spread = "" if mean is None or mean.deviation is None else f" ± {mean.deviation:.3f}"
+            cells.append("–" if mean is None else f"{mean.mean:.3f}{spread} ({mean.seeds})")
+            if row.diverged and measure == "macro_f1":
+                cells[-1] += f", {row.diverged} diverged"
+            if first:
+                cells.append("" if d is None else f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]")
+                cells.append("" if d is None else d.verdict)
+        table.add_row(*cells)
+    return table

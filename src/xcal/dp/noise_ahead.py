@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xcal.dp.noise import NoiseKey, SecureNoise
-from xcal.privacy.noise import NoiseKey, SecureNoise, not_forked
+from xcal.dp.noise import NoiseKey, SecureNoise, not_forked
 
 _BLOCK = 1 << 20
 _NO_KEY = NoiseKey("", "", 0, 0, "ahead")  # a secure source does not look at its key

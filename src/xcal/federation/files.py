@@ -146,6 +146,10 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
 _PATIENCE = 3.0  # seconds
 
 
+class FolderBusy(UserError):
+    """Another process holds the folder."""
+
+
 def lock_folder(folder: Path) -> int:
     """Hold a folder for this process; the lock goes with the process, however it ends.
 
@@ -165,6 +169,6 @@ def lock_folder(folder: Path) -> int:
                 time.sleep(0.05)
                 continue
             os.close(handle)
-            raise UserError(
+            raise FolderBusy(
                 f"The run in {folder} is being worked on by another process: wait until it ends."
             ) from None

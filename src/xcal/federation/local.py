@@ -38,8 +38,8 @@ from xcal.federation.rounds import OnStep
 from xcal.federation.setup import Federation, ask_homes, prepare
 from xcal.federation.simulated import make_ledger
 from xcal.federation.site import Held, Site, keep_freed_memory, torch_threads
-from xcal.methods.client_data import LocalData
 from xcal.federation.workers import Responder, Workers, worker_count
+from xcal.methods.client_data import LocalData
 from xcal.models.registry import build_network
 
 __all__ = ["InProcess", "Progress", "Silent", "public_subset", "run_experiment"]

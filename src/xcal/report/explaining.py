@@ -13,10 +13,10 @@ from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadResult, RoadSettings, road
 from xcal.explain.signal import mask_images, top_cells
+from xcal.federation.evaluation import OnImages
 from xcal.methods.base import SignalParameters
 from xcal.report.pictures import Picture
 from xcal.report.runs import LoadedRun
-from xcal.training.evaluate import OnImages
 
 
 @dataclass(frozen=True)

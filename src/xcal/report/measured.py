@@ -14,7 +14,6 @@ from xcal.errors import UserError
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
 from xcal.federation.evaluation import explanation_metrics, predict
-from xcal.federation.outcome import no_predictions, public_subset
 from xcal.federation.outcome import OnMeasure, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
 from xcal.report.runs import LoadedRun

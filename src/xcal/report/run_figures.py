@@ -22,7 +22,7 @@ from xcal.federation.setup import may_measure
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
 from xcal.report.runs import load_data, load_run
-from xcal.studies.wording import NOTHING, Table, epsilon_text
+from xcal.report.words import NOTHING, Table, epsilon_text
 
 # Beyond so many clients a budget figure is a thicket: the others are said to be left out.
 CLIENTS_SHOWN = 10

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from xcal.errors import UserError
 from xcal.report.figures import LIGHT, Figure, Line
-from xcal.report.report import Material
-from xcal.report.run_figures import course_figures
 
 _DASHES = ("-", "--", ":", "-.", (0, (8, 3)))
 _MARKS = "osD^P"
 
 
-def save_figures(folder: Path, material: Material) -> int:
-    """Every figure of the report as two vector files; returns how many figures there were."""
+def save_figures(folder: Path, figures: Iterable[Figure]) -> None:
+    """Each figure as two vector files."""
     try:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
@@ -23,10 +22,6 @@ def save_figures(folder: Path, material: Material) -> int:
         raise UserError(
             "Vector figures need matplotlib: install it with `pip install 'xcal-fl[figures]'`."
         ) from None
-    figures = [
-        *(course_figures(material.runs) if material.runs else []),
-        *(f for s in material.studies for f in s.every_figure),
-    ]
     # Letters stay letters, so that a journal can set them; nothing global is left changed.
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "font.size": 9}):
         for figure in figures:
@@ -40,7 +35,6 @@ def save_figures(folder: Path, material: Material) -> int:
                     drawn.savefig(folder / f"{figure.id}.{ending}", metadata=when)
             except OSError as error:
                 raise UserError(f"{folder} could not be written: {error.strerror}.") from None
-    return len(figures)
 
 
 def _draw(axes: Any, figure: Figure) -> None:

@@ -1,8 +1,8 @@
 """One cell in a process of its own: train, measure, write the result, remove what it took.
 
-Started by the runner as `python -m xcal.studies.cell`, with its orders as one line of JSON on
-standard input. The line stays open as long as the runner lives: when it closes, so does the cell,
-and what it had trained is taken up again by the next one.
+Started by the runner as a module of its own, with its orders as one line of JSON on standard input.
+The line stays open as long as the runner lives: when it closes, so does the cell, and what it had
+trained is taken up again by the next one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
-from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadSettings, road
 from xcal.federation.constants import with_constants
 from xcal.federation.coordinator import Diverged
-from xcal.federation.files import read_tensors
+from xcal.federation.files import FolderBusy, read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import DATA_SEED, Federation, prepare
@@ -37,7 +36,7 @@ from xcal.models.registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 
-PANEL_IMAGES = 4
+Further = Callable[[torch.nn.Module, Federation], dict[str, Any]]  # what else is measured
 
 
 class Talk:
@@ -68,11 +67,19 @@ class Talk:
 
 
 def run_cell(
-    cell: Cell, work: Path, weights: Path | None, command: str, talk: Talk, device: str = "cpu"
-) -> Any:
-    """The result of the cell and the test set it was measured on; resumes what stands in `work`."""
+    cell: Cell,
+    work: Path,
+    command: str,
+    talk: Talk,
+    changes: Mapping[str, Any] | None = None,
+    further: Further | None = None,
+) -> tuple[dict[str, Any], TestSet | None]:
+    """The result of the cell and the test set it was measured on; resumes what stands in `work`.
+
+    Training that diverged is a result too: it has a reason, and no test set.
+    """
     began = time.monotonic()
-    experiment = with_constants(cell.experiment(weights, device))
+    experiment = with_constants(cell.experiment(changes))
     federation = prepare(experiment)
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
@@ -94,7 +101,7 @@ def run_cell(
         for c in result["clients"]
     ]
     values["rounds"] = _rounds(folder)
-    values |= measure(folder, federation, cell.explained)
+    values |= measure(folder, federation, cell.explained, further)
     values["seconds"] = round(result["seconds"], 1)
     values["seconds_in_all"] = round(time.monotonic() - began, 1)
     return values, test_set_of(federation)
@@ -161,8 +168,10 @@ def test_set_of(federation: Federation) -> TestSet:
     )
 
 
-def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[str, Any]:
-    """What pairs of cells are compared by: predictions, ROAD of images, maps of a few."""
+def measure(
+    folder: RunFolder, federation: Federation, explained: int, further: Further | None = None
+) -> dict[str, Any]:
+    """What pairs of cells are compared by: predictions, how images rank, ROAD of images."""
     data, experiment = federation.data, federation.experiment
     model = build_network(experiment, len(data.classes))
     found = read_tensors(folder.path / "model.safetensors")
@@ -188,54 +197,14 @@ def measure(folder: RunFolder, federation: Federation, explained: int) -> dict[s
         "road_images": pack(chosen.astype(np.int32)),
         "road_scores": pack(np.round(scores.scores / ROAD_STEP).astype(np.int16)),
         "constant_maps": scores.constant_maps,
-        "maps": maps_of(model, test, len(data.classes), device),
     }
-    return values
+    return values | (further(model, federation) if further is not None else {})
 
 
 def _answers(folder: RunFolder) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The class the finished run gave each test image, and the probabilities of all classes."""
     with np.load(folder.path / "predictions.npz") as found:
         return found["predicted"], found["probabilities"]
-
-
-def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArray[np.int64]:
-    """The same few test images for every cell: of each class in turn."""
-    generator = np.random.default_rng([DATA_SEED, 13])
-    by_class = [generator.permutation(np.flatnonzero(test.labels == k)) for k in range(classes)]
-    deepest = max((len(members) for members in by_class), default=0)
-    order = [
-        int(members[depth])
-        for depth in range(deepest)
-        for members in by_class
-        if depth < len(members)
-    ]
-    return np.array(order[:count], dtype=np.int64)
-
-
-def maps_of(
-    model: torch.nn.Module, test: Images, classes: int, device: str = "cpu"
-) -> list[dict[str, Any]]:
-    chosen = panel_images(test, classes)
-    inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
-    confidence = predict_logits(model, inputs).double().softmax(dim=1).nan_to_num(0.0)
-    predicted = confidence.argmax(dim=1)
-    maps = gradcam_maps(model, inputs, predicted).double().nan_to_num(0.0).cpu()
-    entries = []
-    for i, k, row, saliency in zip(chosen, predicted, confidence, maps, strict=True):
-        top = float(saliency.max())
-        levels = saliency / top * 255 if top > 0 else saliency
-        entries.append(
-            {
-                "image": int(i),
-                "label": int(test.labels[i]),
-                "predicted": int(k),
-                "confidence": round(float(row[int(k)]), 4),
-                "shape": list(saliency.shape),
-                "map": pack(levels.round().numpy().astype(np.uint8)),
-            }
-        )
-    return entries
 
 
 def _end_with_the_runner() -> None:
@@ -261,23 +230,22 @@ def _held(lock: Path) -> bool:
     return True
 
 
-def main() -> int:
+def main(further: Further | None = None) -> int:
     orders = json.loads(sys.stdin.buffer.readline())
     _end_with_the_runner()
     torch.set_num_threads(1)
     cell = Cell(orders["scale"], orders["keys"], orders["explained"], orders["variant"])
     work, results = Path(orders["work"]), Results(Path(orders["results"]))
-    weights = None if orders["weights"] is None else Path(orders["weights"])
     talk = Talk()
     lock = work.with_name(f"{work.name}.lock")
     # A result that came since this process was started is another runner's work too.
     if not _held(lock) or results.has(cell):
         return BUSY
     try:
-        values, test = run_cell(cell, work, weights, orders["command"], talk, orders["device"])
+        values, test = run_cell(cell, work, orders["command"], talk, orders["changes"], further)
+    except FolderBusy:  # `xcal run --resume` of a user
+        return BUSY
     except UserError as error:
-        if "being worked on by another process" in str(error):  # `xcal run --resume` of a user
-            return BUSY
         talk.tell(error=str(error))
         return FAILED
     if test is None:

@@ -1,63 +1,27 @@
-"""What a study is made of: cells, each one experiment at one scale with one seed."""
+"""What a study is made of: cells, each one experiment with one seed; and grids of them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment, nearest
+from xcal.config import BEFORE_THE_KEY, Experiment, nearest
 from xcal.errors import UserError
-from xcal.experiments import BEFORE_THE_KEY, make_experiment
+from xcal.experiments import KEYS, make_experiment, read_toml
+from xcal.methods.registry import get_method
 
-# Methods whose noise no ε decides: one run serves every ε.
-WITHOUT_EPSILON = ("centralized", "fl")
-WITH_SIGNAL = ("xcal-paper", "xcal")
-# A scale's own name for a network of which a head on several stages is trained, and no other part.
-COLUMNS = "columns"
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
-
-# Which keys make a cell what it is, by method. A study pins all of them, so that a default that
-# changes later cannot turn finished cells into something else under the same name.
-_ALWAYS = frozenset(
-    "method data pixels train_images network clients rounds local_epochs average partition"
-    " batch lr clip optimizer unit validation_images road_images road_every seed paired".split()
-)
-_NETWORK = frozenset({"norm", "output_stride", "head_reads", "train", "weights"})
-_PRIVATE = frozenset({"epsilon", "delta", "accountant"})
-_SIGNAL = frozenset({"q", "alpha", "beta", "gamma", "tau"})
-_PAPER = frozenset({"rho", "band"})
-_OURS = frozenset(
-    "w kappa slow_tau reference contrast signal_every signal_fraction signal_source geometry"
-    " clipping".split()
-)
-_CLIENTS = frozenset({"clients", "partition"})
-
-
-def keys_that_count(method: str, network: str) -> frozenset[str]:
-    """The pinned keys that can make a difference to a cell of this method and network."""
-    keys = _ALWAYS | frozenset({"concentration", "units_per_client", "views", "images_per_unit"})
-    if network != "small":
-        keys |= _NETWORK
-    if method not in WITHOUT_EPSILON:
-        keys |= _PRIVATE
-    else:
-        keys -= {"clip"}
-    if method == "centralized":
-        keys -= _CLIENTS
-    if method in WITH_SIGNAL:
-        keys |= _SIGNAL
-    if method == "xcal-paper":
-        keys |= _PAPER
-    if method == "xcal":
-        keys |= _OURS
-    if ":" in method:  # a method of the user's own may use anything
-        keys |= _SIGNAL | _PAPER | _OURS
-    return keys
+COLUMNS = "columns"  # what tables call a network of which only a head on several stages trains
+EVERY_IMAGE = 10**6  # "all test images" as a number of images to explain
+# A cell's process decides these by itself; they change no result on one kind of device.
+_BY_THE_PROCESS = {"threads": 1, "road_test_images": 0}
 
 
 def network_of(keys: Mapping[str, Any]) -> str:
@@ -69,7 +33,7 @@ def network_of(keys: Mapping[str, Any]) -> str:
 class Cell:
     """One experiment of a grid. `keys` pins all that counts; `variant` is what tables call it."""
 
-    scale: str
+    scale: str  # a size of declared studies; "" in a grid of one's own
     keys: Mapping[str, Any]
     explained: int  # test images explained at the end, every group present
     variant: str = ""
@@ -112,72 +76,40 @@ class Cell:
             parts.append(self.variant)
         return ", ".join([*parts, f"seed {self.seed}"])
 
-    def experiment(self, weights: Path | None = None, device: str = "cpu") -> Experiment:
-        """The experiment to run; `weights` is where this machine has the published ones.
+    def experiment(self, changes: Mapping[str, Any] | None = None) -> Experiment:
+        """The experiment to run; `changes` is what this machine does in its own way.
 
-        A cell that pins no `accountant` is one by the Rényi filter, whatever its method: then and
-        now the same cell, and all methods of a study under one accountant.
+        They are taken for keys that the cell pins (where published weights are) and for `device`.
+        A cell that pins no `accountant` is one by the Rényi filter, whatever its method: it was
+        made before there was another.
         """
-        values = {
-            **BEFORE_THE_KEY,
-            **self.keys,
-            "threads": 1,
-            "road_test_images": 0,
-            "device": device,
-        }
-        if values.get("weights") is not None:
-            if weights is None:
-                raise UserError(
-                    f"The cell ({self.title}) starts from published weights: say where they are"
-                    " with --weights FILE."
-                )
-            values["weights"] = str(weights)
+        own = {k: v for k, v in (changes or {}).items() if k in self.keys or k == "device"}
+        values = {**BEFORE_THE_KEY, **self.keys, **_BY_THE_PROCESS, **own}
         return make_experiment(values, f"the study's cell ({self.title})")
 
 
-def make_cell(scale: str, values: Mapping[str, Any], explained: int, variant: str = "") -> Cell:
-    """A cell that keeps of `values` what counts for its method and network."""
-    counted = keys_that_count(str(values["method"]), str(values["network"]))
-    kept = {k: v for k, v in sorted(values.items()) if k in counted and v is not None}
+def make_cell(
+    scale: str,
+    values: Mapping[str, Any],
+    explained: int,
+    variant: str = "",
+    uses: frozenset[str] | None = None,
+) -> Cell:
+    """A cell that pins of `values` what its method says it uses."""
+    used = get_method(str(values["method"])).uses if uses is None else uses
+    kept = {k: v for k, v in sorted(values.items()) if k in used and v is not None}
     return Cell(scale, kept, explained, variant)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the user asks of a study; what is not given the scale decides."""
-
-    data: tuple[str, ...] | None = None
-    networks: tuple[str, ...] | None = None
-    methods: tuple[str, ...] | None = None
-    epsilons: tuple[float, ...] | None = None
-    seeds: int | None = None
-
-
-@dataclass(frozen=True)
 class Grid:
-    """A study at a scale: its cells, in the order in which they are worth running."""
+    """A study: its cells, in the order in which they are worth running."""
 
     study: str
     scale: str
     cells: tuple[Cell, ...]
     one_at_a_time: bool = False  # where time itself is measured
     question: str = ""
-    columns: tuple[str, ...] = field(default=("data", "network", "method", "epsilon", "variant"))
-
-
-def only_variants(grid: Grid, beginnings: Sequence[str]) -> Grid:
-    """The grid's plain cells and those whose variant begins with one of these words."""
-    known = dict.fromkeys(cell.variant for cell in grid.cells if cell.variant)
-    for word in beginnings:
-        if not any(variant.startswith(word) for variant in known):
-            raise UserError(
-                f"No variant of {grid.study} begins with {word!r}.{nearest(word, tuple(known))}"
-                f" Known: {'; '.join(known) or 'none'}."
-            )
-    chosen = tuple(
-        c for c in grid.cells if not c.variant or c.variant.startswith(tuple(beginnings))
-    )
-    return replace(grid, cells=chosen)
 
 
 def without_repetition(cells: Sequence[Cell]) -> tuple[Cell, ...]:
@@ -186,3 +118,76 @@ def without_repetition(cells: Sequence[Cell]) -> tuple[Cell, ...]:
     for cell in cells:
         seen.setdefault(cell.id, cell)
     return tuple(seen.values())
+
+
+# --- grids of one's own ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnGrid:
+    """An experiment with axes: every combination of their values, each with its cell."""
+
+    axes: Mapping[str, tuple[Any, ...]]
+    places: tuple[tuple[Mapping[str, Any], Cell], ...]
+
+    @property
+    def grid(self) -> Grid:
+        return Grid("cells", "", without_repetition([cell for _, cell in self.places]))
+
+    @property
+    def compared(self) -> str | None:
+        """The axis whose values are compared, each with the first: the first but `seed`."""
+        return next((k for k, v in self.axes.items() if k != "seed" and len(v) > 1), None)
+
+
+def read_axis(word: str) -> tuple[str, tuple[Any, ...]]:
+    """`key=a,b,c` as the command line gives it; each value is read as TOML, else as text."""
+    key, sign, text = word.partition("=")
+    pieces = [piece.strip() for piece in text.split(",")]
+    if not sign or not key.strip() or not all(pieces):
+        raise UserError(f"An axis is written key=a,b,c, not {word!r}.")
+    return key.strip(), tuple(map(_value, pieces))
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def own_grid(path: Path, words: Sequence[str] = (), seeds: int | None = None) -> OwnGrid:
+    """The grid of an experiment file: its table `[axes]`, axes given as words, so many seeds."""
+    values = read_toml(path)
+    found = values.pop("axes", {})
+    if not isinstance(found, dict) or not all(isinstance(v, list) and v for v in found.values()):
+        raise UserError(f"[axes] of {path} holds lists of values, as `epsilon = [1, 8]`.")
+    make_experiment(values, str(path))  # so that an error in the file names the file
+    axes = {**{k: tuple(v) for k, v in found.items()}, **dict(map(read_axis, words))}
+    for key in axes:
+        if key not in KEYS:
+            raise UserError(f"No experiment has the key {key!r}.{nearest(key, KEYS)}")
+    if seeds is not None:
+        axes["seed"] = tuple(range(seeds))
+    # Seed by seed: what is finished early can be compared early.
+    order = sorted(axes, key=lambda key: key != "seed")
+    places = []
+    for combination in itertools.product(*(axes[key] for key in order)):
+        at = dict(zip(order, combination, strict=True))
+        places.append((at, _own_cell({**values, **at}, at)))
+    return OwnGrid(axes, tuple(places))
+
+
+def _own_cell(values: Mapping[str, Any], at: Mapping[str, Any]) -> Cell:
+    experiment = make_experiment(values, "the study")
+    if experiment.homes is not None:
+        raise UserError(
+            "A study is a simulation, and `homes` would charge real ledgers: leave it out."
+        )
+    resolved = {k: v for k, v in experiment.resolved().items() if k not in _BY_THE_PROCESS}
+    if "paired" not in values and experiment.noise_source == "seeded":
+        resolved["paired"] = True  # the same draws and noise: what differs is the method
+    named = ("method", "data", "network", "epsilon", "seed")
+    variant = ", ".join(f"{k} = {v}" for k, v in at.items() if k not in named)
+    explained = experiment.road_test_images
+    return make_cell("", resolved, EVERY_IMAGE if explained is None else explained, variant)

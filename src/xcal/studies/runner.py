@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,7 @@ class Watcher(Protocol):
     def ended(self, cell: Cell, message: dict[str, Any]) -> None: ...
 
 
-class Nobody:
+class _Nobody:
     def begin(self, total: int, known: int) -> None: ...
 
     def started(self, cell: Cell) -> None: ...
@@ -68,10 +68,10 @@ class Options:
     work: Path = Path("runs/studies")
     jobs: int | None = None  # None: as many as cores and memory allow
     limit_minutes: float | None = None
-    weights: Path | None = None
     command: str = "xcal study"
     keep: bool = False
-    device: str = "cpu"
+    changes: Mapping[str, Any] = field(default_factory=dict)  # see `Cell.experiment`
+    worker: str = "xcal.studies.cell"  # the module that a cell's process runs
 
 
 def free_memory() -> float:
@@ -121,18 +121,6 @@ class Estimate:
         return None
 
 
-def default_weights(given: Path | None) -> Path | None:
-    """Published weights: those named, or those beside the data sets that XCAL_DATA names."""
-    if given is not None:
-        if not given.is_file():
-            raise UserError(f"There is no file of weights {given}: check the path.")
-        return given
-    if folder := os.environ.get("XCAL_DATA"):
-        found = Path(folder) / "weights" / "efficientnet_b0-imagenet.pth"
-        return found if found.is_file() else None
-    return None
-
-
 def check_data(cells: Sequence[Cell]) -> None:
     """Refuse a grid whose data sets are not on this machine, before hundreds of cells fail."""
     for name, pixels in sorted({(str(c.keys["data"]), int(c.keys["pixels"])) for c in cells}):
@@ -141,7 +129,7 @@ def check_data(cells: Sequence[Cell]) -> None:
         try:
             read_info(name, pixels)
         except UserError as error:
-            raise UserError(f"{error} Or choose the study's data sets with --data.") from None
+            raise UserError(f"{error} Or choose other data sets.") from None
 
 
 class _Running:
@@ -151,12 +139,15 @@ class _Running:
         self.cell = cell
         self.share = 0.0
         self.began = time.monotonic()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # A cell finds every module that its runner finds: a method of one's own, for instance.
+        known = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        environment = {**os.environ, "PYTHONPATH": known}
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self.log = options.work / cell.scale / f"{cell.id}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "xcal.studies.cell"],
+                [sys.executable, "-m", options.worker],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -170,10 +161,9 @@ class _Running:
             "variant": cell.variant,
             "work": str(options.work / cell.scale / cell.id),
             "results": str(options.results),
-            "weights": None if options.weights is None else str(options.weights),
             "command": options.command,
             "keep": options.keep,
-            "device": options.device,
+            "changes": dict(options.changes),
         }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(orders) + "\n")
@@ -222,16 +212,12 @@ def run_grid(
         return replace(grid, cells=without_repetition((*full, *grid.cells)))
 
     listed()  # results that cannot be read are refused before anything starts
-    watcher = watcher or Nobody()
+    watcher = watcher or _Nobody()
     results = Results(options.results)
-    weights = default_weights(options.weights)
     missing = [cell for cell in grid.cells if not results.has(cell)]
-    for cell in missing:
-        cell.experiment(
-            weights, options.device
-        )  # a grid that cannot be run is refused before any of it is
+    for cell in missing:  # a grid that cannot be run is refused before any of it is
+        cell.experiment(options.changes)
     check_data(missing)
-    options = replace(options, weights=weights)
     estimate = Estimate(grid, results)
     jobs = how_many(grid, options.jobs)
     known = len(grid.cells) - len(missing)

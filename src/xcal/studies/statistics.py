@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -26,6 +28,20 @@ FloatArray = NDArray[np.float64]
 
 DRAWS = 2000
 CONFIDENCE = 0.95
+
+
+class Verdict(StrEnum):
+    """What a paired difference says."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    NOT_SHOWN = "no difference shown"
+    ONE_SEED = "one seed"
+
+    @property
+    def shows(self) -> bool:
+        """Whether a difference was shown."""
+        return self in (Verdict.BETTER, Verdict.WORSE)
 
 
 @dataclass(frozen=True)
@@ -50,15 +66,12 @@ class Difference:
     each: tuple[float, ...] = ()  # seed by seed
 
     @property
-    def verdict(self) -> str:
-        """In one word: better, worse, or that nothing was shown."""
+    def verdict(self) -> Verdict:
         if self.seeds < 2:
-            return "one seed"
+            return Verdict.ONE_SEED
         if self.low > 0:
-            return "better"
-        if self.high < 0:
-            return "worse"
-        return "no difference shown"
+            return Verdict.BETTER
+        return Verdict.WORSE if self.high < 0 else Verdict.NOT_SHOWN
 
     @property
     def same(self) -> bool:
@@ -82,6 +95,7 @@ def macro_f1_of_counts(counts: FloatArray) -> FloatArray:
     return result
 
 
+@lru_cache(maxsize=16)
 def group_weights(test: TestSet, draws: int, seed: int) -> FloatArray:
     """How often each group is drawn (draws, groups): as many of each class as there are."""
     groups = int(test.groups.max()) + 1
@@ -96,6 +110,7 @@ def group_weights(test: TestSet, draws: int, seed: int) -> FloatArray:
         if len(members):
             even = np.full(len(members), 1 / len(members))
             weights[:, members] = generator.multinomial(len(members), even, size=draws)
+    weights.flags.writeable = False  # shared by every comparison on this test set
     return weights
 
 
@@ -117,18 +132,34 @@ def _road_draws(result: CellResult, test: TestSet, weights: FloatArray) -> Float
 
 
 def weighted_auroc(
-    ranks: NDArray[np.int64], positive: NDArray[np.bool_], weights: FloatArray
+    ranks: NDArray[np.int64],
+    positive: NDArray[np.bool_],
+    groups: NDArray[np.int64],
+    weights: FloatArray,
 ) -> FloatArray:
-    """How likely one of the class outranks one of the others, ties half; `weights` (draws, N)."""
-    order = np.argsort(ranks, kind="stable")
-    ranks, positive, weights = ranks[order], positive[order], weights[:, order]
-    others = np.cumsum(np.where(positive, 0.0, weights), axis=1)
-    others = np.concatenate([np.zeros((len(others), 1)), others], axis=1)
-    first, last = (np.searchsorted(ranks, ranks, side=side) for side in ("left", "right"))
-    below = (others[:, first] + others[:, last]) / 2  # weight of the others below, ties half
-    hits = np.where(positive, weights, 0.0)
-    total = hits.sum(axis=1) * others[:, -1]
-    found: FloatArray = (hits * below).sum(axis=1) / np.where(total > 0, total, np.nan)
+    """How likely one of the class outranks one of the others, ties half; `weights` (draws, groups).
+
+    An image counts as often as its group is drawn, so it is all in the matrix of how many pairs of
+    a group of the class and a group of the others are in order: counted once for all draws.
+    """
+    rows, of_row = np.unique(groups[positive], return_inverse=True)
+    columns, of_column = np.unique(groups[~positive], return_inverse=True)
+    order = np.argsort(ranks[~positive], kind="stable")
+    below = np.zeros((len(order) + 1, len(columns)), dtype=np.float32)
+    below[np.arange(1, len(order) + 1), of_column[order]] = 1
+    np.cumsum(below, axis=0, out=below)  # others of each group among the k lowest
+    others = ranks[~positive][order]
+    ends = [np.searchsorted(others, ranks[positive], side=side) for side in ("left", "right")]
+    by_group = np.argsort(of_row, kind="stable")
+    starts = np.searchsorted(of_row[by_group], np.arange(len(rows)))
+    pairs = np.zeros((len(rows), len(columns)))
+    for end in ends:
+        if len(rows):
+            pairs += np.add.reduceat(below[end[by_group]], starts, axis=0) / 2
+    hits = weights[:, rows] @ np.bincount(of_row, minlength=len(rows)).astype(float)
+    total = hits * (weights[:, columns] @ np.bincount(of_column, minlength=len(columns)))
+    ordered = np.einsum("dr,dr->d", weights[:, rows], weights[:, columns] @ pairs.T)
+    found: FloatArray = ordered / np.where(total > 0, total, np.nan)
     return found
 
 
@@ -136,20 +167,24 @@ def _auroc_draws(result: CellResult, test: TestSet, weights: FloatArray) -> Floa
     ranks = result.ranks
     assert ranks is not None
     classes = [1] if len(ranks) == 1 else range(len(ranks))
-    parts = []
-    for some in np.array_split(weights, max(1, weights.size // 1_000_000)):
-        each = some[:, test.groups]
-        by_class = [
-            weighted_auroc(row, test.labels == k, each)
-            for row, k in zip(ranks, classes, strict=True)
-        ]
-        parts.append(np.nanmean(by_class, axis=0))
-    return np.concatenate(parts)
+    by_class = [
+        weighted_auroc(row, test.labels == k, test.groups, weights)
+        for row, k in zip(ranks, classes, strict=True)
+    ]
+    found: FloatArray = np.nanmean(by_class, axis=0)
+    return found
 
 
 _DRAWS = {"macro_f1": _f1_draws, "road": _road_draws, "auroc": _auroc_draws}
 
 
+@lru_cache(maxsize=4096)
+def _drawn(measure: Measure, cell: CellResult, test: TestSet, draws: int, seed: int) -> FloatArray:
+    """A cell's figure in every draw: the same in all comparisons it takes part in."""
+    return _DRAWS[measure](cell, test, group_weights(test, draws, seed))
+
+
+@lru_cache(maxsize=64)
 def seed_widening(seeds: int) -> float:
     """By what the bootstrap over so few seeds is too narrow."""
     t = float(stats.t.ppf(0.5 + CONFIDENCE / 2, seeds - 1))
@@ -168,10 +203,11 @@ def compare(
 ) -> Difference:
     """Ours minus theirs; the two lists hold the same seeds in the same order."""
     assert len(ours) == len(theirs) and ours
-    weights = group_weights(test, draws, seed)
-    each = _DRAWS[measure]
     drawn = np.stack(
-        [each(a, test, weights) - each(b, test, weights) for a, b in zip(ours, theirs, strict=True)]
+        [
+            _drawn(measure, a, test, draws, seed) - _drawn(measure, b, test, draws, seed)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
     )  # (seeds, draws)
     exact = np.array(
         [a.values[measure] - b.values[measure] for a, b in zip(ours, theirs, strict=True)]

@@ -6,10 +6,12 @@ halve or overwrite a result, and results of several machines are merged by copyi
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,35 +21,31 @@ from numpy.typing import NDArray
 
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
-from xcal.studies.checks import (
-    Damaged,
-    check_against_set,
-    check_cell,
-    check_set,
-    no_result,
-    no_set,
-    read_file,
-)
 from xcal.studies.grid import Cell, Grid
-from xcal.studies.packing import pack, unpack
-
-__all__ = [
-    "COLUMNS",
-    "ROAD_STEP",
-    "CellResult",
-    "Merged",
-    "Results",
-    "TestSet",
-    "group_numbers",
-    "merge",
-    "pack",
-    "rank_images",
-    "table_row",
-    "table_text",
-    "unpack",
-]
 
 ROAD_STEP = 1e-4  # scores of images are kept to this
+STATUSES = ("finished", "diverged")
+
+
+class Damaged(Exception):
+    """Why a file is not what it should be, in a few words."""
+
+
+def pack(values: NDArray[Any]) -> str:
+    """An integer array as text: its type, then its compressed bytes."""
+    small = np.ascontiguousarray(values)
+    text = base64.b64encode(zlib.compress(small.tobytes(), 9)).decode("ascii")
+    return f"{small.dtype.str}:{text}"
+
+
+def unpack(text: str) -> NDArray[Any]:
+    """What `pack` was given, flat; ValueError of any other text."""
+    kind, _, body = text.partition(":")
+    try:
+        plain = zlib.decompress(base64.b64decode(body, validate=True))
+        return np.frombuffer(plain, dtype=np.dtype(kind))
+    except (zlib.error, TypeError, SyntaxError) as error:
+        raise ValueError("no packed array") from error
 
 
 def rank_images(probabilities: NDArray[Any]) -> NDArray[Any]:
@@ -61,7 +59,7 @@ def rank_images(probabilities: NDArray[Any]) -> NDArray[Any]:
     return ranks.astype(np.uint16 if len(scores) < 2**16 else np.uint32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TestSet:
     """Public facts of a test set that every cell on it shares."""
 
@@ -93,7 +91,7 @@ class TestSet:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CellResult:
     """A cell's file, read back."""
 
@@ -140,6 +138,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sets: dict[str, TestSet] = {}
+        self._cells: dict[Path, tuple[tuple[int, int], CellResult]] = {}  # as long as files stay
 
     def _cell_path(self, scale: str, cell: str) -> Path:
         return self.path / "cells" / scale / f"{cell}.json"
@@ -162,40 +161,60 @@ class Results:
         return self._read(scale, path) if path.exists() else None
 
     def _read(self, scale: str, path: Path) -> CellResult:
+        about = path.stat()
+        state = (about.st_mtime_ns, about.st_size)
+        if path not in self._cells or self._cells[path][0] != state:
+            self._cells[path] = (state, self._checked(scale, path))
+        return self._cells[path][1]
+
+    def _checked(self, scale: str, path: Path) -> CellResult:
         try:
-            values = read_file(path)
-            check_cell(values, scale, path.stem)
-            if values["status"] == "finished":
-                test = self.test_set(values["test_set"])
-                check_against_set(values, test.labels, len(test.classes))
-        except Damaged as why:
-            raise no_result(path, why) from None
-        return CellResult(values)
+            values = read_object(path)
+            # The name is a digest: nobody's result takes another's place.
+            if not values["id"] == path.stem == Cell(scale, values["keys"], values["explained"]).id:
+                raise Damaged("its id is not the digest of its keys")
+            self.check_cell(values, scale, path.stem)
+            result = CellResult(values)
+            if result.finished:
+                self.check_against_set(result, self.test_set(values["test_set"]))
+        except (Damaged, LookupError, TypeError, ValueError) as why:
+            raise UserError(
+                f"{path} is no cell's result ({why}): remove it, and the study runs the cell again."
+            ) from None
+        return result
 
-    def all(self, scale: str) -> list[CellResult]:
-        folder = self.path / "cells" / scale
-        return [self._read(scale, p) for p in sorted(folder.glob("*.json"))]
+    def check_cell(self, values: Mapping[str, Any], scale: str, name: str) -> None:
+        """Raises `Damaged` where the values are not those of a cell."""
+        if values["status"] not in STATUSES:
+            raise Damaged(f"its status is neither {' nor '.join(STATUSES)}")
 
-    def scales(self) -> list[str]:
-        folder = self.path / "cells"
-        return sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    def check_against_set(self, result: CellResult, test: TestSet) -> None:
+        """Raises `Damaged` where answers are not those to the test set's images."""
+        answers = result.predicted
+        if len(answers) != len(test.labels) or not 0 <= answers.max() < len(test.classes):
+            raise Damaged("'predicted' has not one known class for each test image")
 
     def _set_path(self, name: str) -> Path:
         return self.path / "sets" / f"{name}.json"
 
-    def has_set(self, name: str) -> bool:
-        return self._set_path(name).exists()
+    def check_set(self, values: Mapping[str, Any], name: str) -> None:
+        """Raises `Damaged` where the values describe no test set of this name."""
+        if values["name"] != name:
+            raise Damaged("it has another's name")
 
     def test_set(self, name: str) -> TestSet:
         """Read once: every cell on it is held against it."""
         if name not in self._sets:
             path = self._set_path(name)
             try:
-                values = read_file(path)
-                check_set(values, name)
-            except Damaged as why:
-                raise no_set(path, why) from None
-            self._sets[name] = TestSet.of(values)
+                values = read_object(path)
+                self.check_set(values, name)
+                self._sets[name] = TestSet.of(values)
+            except (Damaged, LookupError, TypeError, ValueError) as why:
+                raise UserError(
+                    f"{path} describes no test set ({why}): remove it together with the cells"
+                    " measured on it, and the study runs them again."
+                ) from None
         return self._sets[name]
 
     def of_grid(self, grid: Grid) -> dict[Cell, CellResult]:
@@ -204,13 +223,28 @@ class Results:
         return {cell: result for cell, result in found.items() if result is not None}
 
     def table_path(self, study: str, scale: str) -> Path:
-        return self.path / f"{study}-{scale}.csv"
+        return self.path / (f"{study}-{scale}.csv" if scale else f"{study}.csv")
 
     def write_table(self, grid: Grid) -> Path:
         """The grid's finished cells as CSV, one row each: a view of the cells' files."""
         path = self.table_path(grid.study, grid.scale)
         write_text(path, table_text(self.of_grid(grid)))
         return path
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise Damaged("it is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise Damaged("it is not JSON") from None
+    if not isinstance(values, dict):
+        raise Damaged("the file is not an object")
+    return values
 
 
 COLUMNS = (
@@ -274,63 +308,6 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
     write_bytes(path, text.encode())
-
-
-@dataclass(frozen=True)
-class Merged:
-    added: int
-    known: int
-    different: tuple[str, ...]  # cells that both sides have, with unlike results
-
-
-def merge(into: Results, others: Iterable[Results]) -> Merged:
-    """Take over the cells that others have and we have not. Ours are never overwritten.
-
-    All that is there is looked at before anything is copied: one file that is no result, and
-    nothing changes.
-    """
-    new, known, different = dict[tuple[str, str], tuple[Results, CellResult]](), 0, list[str]()
-    sets = dict[str, Results]()  # whose description of a test set counts: ours, or the first
-    for other in others:
-        if not other.scales():
-            raise UserError(f"{other.path} holds no results: name a folder with cells in it.")
-        for scale in other.scales():
-            for result in other.all(scale):
-                ours = into.read(scale, result.id)
-                if ours is None and (scale, result.id) in new:  # of a folder named before
-                    ours = new[scale, result.id][1]
-                if ours is None:
-                    new[scale, result.id] = (other, result)
-                    if result.finished:
-                        name = str(result.values["test_set"])
-                        _same_set(
-                            sets.setdefault(name, into if into.has_set(name) else other),
-                            other,
-                            name,
-                        )
-                else:
-                    known += 1
-                    if _outcome(ours) != _outcome(result):
-                        different.append(result.id)
-    for (scale, _), (other, result) in new.items():
-        if result.finished:
-            into.write(scale, result.values, other.test_set(result.values["test_set"]))
-        else:
-            into.write_failed(scale, result.values)
-    return Merged(len(new), known, tuple(different))
-
-
-def _same_set(ours: Results, other: Results, name: str) -> None:
-    """Refuse cells measured on other images than ours of that name: they compare nothing."""
-    if ours is not other and ours.test_set(name).as_dict() != other.test_set(name).as_dict():
-        raise UserError(
-            f"The test set {name} of {other.path} is not the one of {ours.path}: their cells were"
-            " measured on other images and cannot be merged."
-        )
-
-
-def _outcome(result: CellResult) -> tuple[Any, ...]:
-    return tuple(result.values.get(k) for k in ("status", "macro_f1", "road", "predicted"))
 
 
 def group_numbers(groups: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -216,13 +216,13 @@ class Look:
 @contextmanager
 def look(lead: Path, run: str | None, events: Path | None = None) -> Iterator[Look]:
     """`events`: a folder for TensorBoard, which gets what is told and nothing else."""
-    with Lead.session(Party.find(lead)) as session:
-        file = None if events is None else EventFile(events)
-        try:
+    file = None if events is None else EventFile(events)
+    try:
+        with Lead.session(Party.find(lead)) as session:
             yield Look(session, run, file)
-        finally:
-            if file is not None:
-                file.close()
+    finally:
+        if file is not None:
+            file.close()
 
 
 def round_line(record: dict[str, Any], total: int | None) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from reproduce.paper import printed
+from reproduce.scales import PAPER_NETWORK
+from reproduce.store import CellResult, Results
 from xcal.studies.grid import Cell, Grid
-from xcal.studies.paper import printed
-from xcal.studies.scales import PAPER_NETWORK
-from xcal.studies.statistics import Difference, Measure, Summary, compare, summarise
-from xcal.studies.store import CellResult, Results
+from xcal.studies.statistics import Difference, Measure, Summary, Verdict, compare, summarise
 
 BASELINE = "fl-dp"
 METHOD_ORDER = ("centralized", "fl", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal")
@@ -183,7 +183,7 @@ def beside_the_paper(found: Comparison, *, name_clients: bool = False) -> str | 
     said += f"{ours} minus {reference} is {interval(d)} here over {seeds}"
     if d.seeds < 2:
         return said + ": too few for a verdict."
-    if d.verdict == "no difference shown":
+    if d.verdict is Verdict.NOT_SHOWN:
         ruled_out = gain > d.high or gain < d.low
         tail = ", and one as large as printed is outside the interval" if ruled_out else ""
         said += f": no difference shown{tail}."
@@ -197,7 +197,7 @@ def _road_beside_the_paper(found: Comparison) -> str:
     gain, d = printed_gain(found.series.place, "road"), found.road
     if gain is None or d is None or d.seeds < 2 or d.same:
         return ""
-    shown = d.verdict != "no difference shown"
+    shown = d.verdict.shows
     said = (
         f" Of ROAD it prints a difference of {signed(gain, 1)} on its own scale; on ours it is"
         f" {interval(d)}"
@@ -220,8 +220,8 @@ def answer(comparisons: Sequence[Comparison], what: str) -> str:
         "ROAD": [c.road.verdict for c in said if c.road is not None],
     }
 
-    def count(words: Sequence[str]) -> str:
-        better, worse = words.count("better"), words.count("worse")
+    def count(words: Sequence[Verdict]) -> str:
+        better, worse = words.count(Verdict.BETTER), words.count(Verdict.WORSE)
         rest = len(words) - better - worse
         return f"better in {better}, worse in {worse}, no difference shown in {rest}"
 

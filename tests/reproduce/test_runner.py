@@ -15,20 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from made_up import made_up_cell
-from support import TINY, xcal_environment, xcal_process
-from xcal.cli.study import study_command
+from reproduce.__main__ import app
+from reproduce.declared import Choice, declare
+from reproduce.store import CellResult, Results, TestSet, merge, table_text
+from support import TINY, reproduce_process, xcal_environment
 from xcal.errors import UserError
 from xcal.federation.constants import with_constants
 from xcal.federation.setup import prepare
 from xcal.studies.cell import Talk, explained_subset, run_cell
-from xcal.studies.declared import declare
-from xcal.studies.grid import BUSY, Cell, Choice, Grid
+from xcal.studies.grid import BUSY, Cell, Grid
 from xcal.studies.runner import Options, Outcome, how_many, run_grid
-from xcal.studies.store import CellResult, Results, TestSet, merge, table_text
 
 TINY_KEYS = {k: v for k, v in TINY.items() if k not in ("threads", "workers")}
 
@@ -43,7 +42,7 @@ class Quiet(Talk):
 
 
 def test_a_cell_in_this_process(tmp_path: Path) -> None:
-    values, test = run_cell(tiny_cell(rounds=2), tmp_path / "w", None, "xcal study x", Quiet())
+    values, test = run_cell(tiny_cell(rounds=2), tmp_path / "w", "xcal study x", Quiet())
     found = CellResult(json.loads(json.dumps(values)))
     assert found.finished and len(found.predicted) == 45 == len(test.labels)
     assert found.values["macro_f1"] == pytest.approx(
@@ -66,7 +65,7 @@ def test_a_cell_in_this_process(tmp_path: Path) -> None:
 
 def test_training_that_diverges_is_a_result_and_not_repeated(tmp_path: Path) -> None:
     cell = tiny_cell(method="fl", lr=1e30, rounds=2)
-    values, test = run_cell(cell, tmp_path / "w", None, "", Quiet())
+    values, test = run_cell(cell, tmp_path / "w", "", Quiet())
     assert values["status"] == "diverged" and test is None
     results = Results(tmp_path / "r")
     results.write_failed("smoke", values)
@@ -140,7 +139,7 @@ def test_smoke_takes_less_than_a_minute_and_is_not_repeated(tmp_path: Path) -> N
     words = ["study", "privacy-utility", "--scale", "smoke", "--results", str(results)]
     words += ["--work", str(tmp_path / "work")]
     began = time.process_time(), os.times().children_user
-    done = xcal_process(*words)
+    done = reproduce_process(*words)
     assert done.returncode == 0, done.stderr + done.stdout
     # Of the processor's time: a busy machine is not the study's fault.
     assert os.times().children_user - began[1] < 60
@@ -148,7 +147,8 @@ def test_smoke_takes_less_than_a_minute_and_is_not_repeated(tmp_path: Path) -> N
         rows = list(csv.DictReader(file))
     assert sorted(r["method"] for r in rows) == ["fl", "fl-dp", "xcal"]
     assert all(
-        r["commit"] and r["versions"] and r["command"].startswith("xcal study") for r in rows
+        r["commit"] and r["versions"] and r["command"].startswith("python -m reproduce study")
+        for r in rows
     )
     assert not list((tmp_path / "work" / "smoke").glob("*/model.safetensors"))
     again = run_grid(
@@ -226,9 +226,7 @@ def test_the_command_says_what_is_left_to_others(
         return Outcome(3, 2, elsewhere=[cell])
 
     monkeypatch.setattr("xcal.studies.runner.run_grid", busy)
-    app = typer.Typer()
-    app.command()(study_command)
-    done = CliRunner().invoke(app, ["privacy-utility", "--results", str(tmp_path / "r")])
+    done = CliRunner().invoke(app, ["study", "privacy-utility", "--results", str(tmp_path / "r")])
     said = " ".join(done.output.split())
     assert done.exit_code == 0 and "failed" not in said
     assert f"{cell.title} is being made by another process: left to it." in said
@@ -251,9 +249,10 @@ def test_a_grid_without_its_weights_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XCAL_DATA", raising=False)
-    cell = Cell("laptop", {**tiny_cell().keys, "weights": "imagenet"}, 20)
-    with pytest.raises(UserError, match="--weights"):
-        run_grid(Grid("x", "laptop", (cell,)), Options(tmp_path / "r", tmp_path / "w"))
+    words = ["study", "panel", "--scale", "laptop", "--network", "columns"]
+    words += ["--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")]
+    done = CliRunner().invoke(app, words)
+    assert isinstance(done.exception, UserError) and "--weights" in str(done.exception)
     assert not (tmp_path / "w").exists()
 
 
@@ -262,6 +261,6 @@ def test_a_grid_without_its_data_is_refused_before_it_starts(
 ) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "empty"))
     cell = Cell("laptop", {**tiny_cell().keys, "data": "blood-cells"}, 20)
-    with pytest.raises(UserError, match=r"no data set called 'blood-cells'.*--data"):
+    with pytest.raises(UserError, match=r"no data set called 'blood-cells'.*other data sets"):
         run_grid(Grid("x", "laptop", (cell,)), Options(tmp_path / "r", tmp_path / "w"))
     assert not (tmp_path / "w").exists()

@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from reproduce.declared import BASELINE, STUDIES, Choice, declare
+from reproduce.scales import WITHOUT_EPSILON, get_scale
+from reproduce.store import CellResult, Results
 from xcal.errors import UserError
-from xcal.studies.declared import BASELINE, STUDIES, declare
-from xcal.studies.grid import WITHOUT_EPSILON, Cell, Choice, Grid, network_of
-from xcal.studies.scales import get_scale
-from xcal.studies.store import CellResult, Results
+from xcal.studies.grid import Cell, Grid, network_of
 
 ONE_SEED = ("panel",)  # studies that look at seed 0 alone
 
@@ -113,11 +113,16 @@ def _beside(cell: Cell, method: str) -> tuple[Any, ...]:
 
 def _made_by(result: CellResult, study: str) -> bool:
     """Whether the command that made the cell names the study."""
+    words = _words(str(result.values["command"]))
+    return "study" in words and study in words[words.index("study") + 1 :]
+
+
+@cache
+def _words(command: str) -> Sequence[str]:
     try:
-        words: Sequence[str] = shlex.split(str(result.values["command"]))
+        return shlex.split(command)
     except ValueError:
-        return False
-    return words[1:2] == ["study"] and study in words[2:]
+        return []
 
 
 def _listed(grid: Grid, results: Results) -> set[str]:

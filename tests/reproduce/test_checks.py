@@ -13,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from made_up import made_up_cell
-from support import xcal_process
-from xcal.cli.study import study_command
+from reproduce.__main__ import app
+from reproduce.declared import declare
+from reproduce.report import gather
+from reproduce.store import Results, TestSet, merge
+from support import reproduce_process
 from xcal.errors import UserError
-from xcal.report.report import gather
-from xcal.studies.declared import declare
-from xcal.studies.packing import pack
-from xcal.studies.store import Results, TestSet, merge
+from xcal.studies.store import pack
 
 GROUP = np.repeat(np.arange(20), 3)
 TEST = TestSet("smear-32px", ("a", "b", "c"), "picture", GROUP % 3, GROUP)
@@ -105,10 +105,10 @@ def test_a_damaged_cell_ends_the_commands_with_2(tmp_path: Path) -> None:
     for words in (
         ["study", "privacy-utility", *where],
         ["study", "privacy-utility", "--plan", *where],
-        ["study", "merge", str(results.path), "--results", str(tmp_path / "new")],
+        ["merge", str(results.path), "--results", str(tmp_path / "new")],
         ["report", str(results.path), "--out", str(tmp_path / "r.html")],
     ):
-        done = xcal_process(*words)
+        done = reproduce_process(*words)
         said = done.stdout + done.stderr
         assert done.returncode == 2, said
         assert "Traceback" not in said and "done " not in said and CELLS[0].id in said
@@ -155,13 +155,9 @@ def test_cells_measured_on_other_images_are_not_merged(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_anything_is_said_or_done(
     tmp_path: Path, option: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import typer
-
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
-    app = typer.Typer()
-    app.command()(study_command)
     where = ["--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")]
-    done = CliRunner().invoke(app, ["privacy-utility", option, value, *where])
+    done = CliRunner().invoke(app, ["study", "privacy-utility", option, value, *where])
     assert isinstance(done.exception, UserError) and said in str(done.exception)
     assert "cells" not in done.output
     assert not (tmp_path / "r").exists() and not (tmp_path / "w").exists()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from reproduce.declared import STUDIES, WEIGHTS, Choice, declare, only_variants
+from reproduce.scales import LAPTOP, SCALES, make_cell
 from xcal.errors import UserError
-from xcal.studies.declared import STUDIES, WEIGHTS, declare
-from xcal.studies.grid import COLUMNS, Choice, make_cell, only_variants
-from xcal.studies.scales import LAPTOP, SCALES
+from xcal.studies.grid import COLUMNS
 
 
 @pytest.mark.parametrize("scale", sorted(SCALES))
@@ -20,7 +19,7 @@ def test_every_cell_of_every_study_is_an_experiment(study: str, scale: str) -> N
     assert grid.cells
     assert len({c.id for c in grid.cells}) == len(grid.cells)
     for cell in grid.cells:
-        experiment = cell.experiment(Path("somewhere.pth"))
+        experiment = cell.experiment({"weights": "somewhere.pth"})
         assert experiment.method == cell.method
         assert experiment.threads == 1
         assert cell.keys.get("weights") in (None, "imagenet")  # never a machine's path

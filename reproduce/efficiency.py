@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.studies.analysis import Series, signed
-from xcal.studies.paper import printed_band, printed_efficiency
-from xcal.studies.wording import Table, epsilon_text, where
+from reproduce.analysis import Series, signed
+from reproduce.paper import printed_band, printed_efficiency
+from reproduce.wording import where
+from xcal.report.words import Table, epsilon_text
 
 
 def lowess(

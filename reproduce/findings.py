@@ -11,21 +11,29 @@ import re
 from functools import cache
 from pathlib import Path
 
-from xcal.studies.store import Results
-from xcal.studies.tables import StudyView, view
-from xcal.studies.whole import whole_grid
+from reproduce.store import Results
+from reproduce.tables import StudyView, view
+from reproduce.whole import whole_grids
+from xcal.studies.grid import Grid
 
-HERE = Path(__file__).parent
-PAGES = ("findings.md", "results.md", "../README.md")
+ROOT = Path(__file__).parent.parent
+PAGES = ("docs/findings.md", "docs/results.md", "README.md")
 PART = re.compile(
     r"(<!-- (answer|overview|short|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
+RESULTS = Results(ROOT / "results")
+
+
+@cache
+def _grids(scale: str) -> dict[str, Grid]:
+    return whole_grids(scale, RESULTS)
+
+
 @cache
 def _seen(study: str, scale: str) -> StudyView:
-    results = Results(HERE.parent / "results")
-    return view(whole_grid(study, scale, results), results)
+    return view(_grids(scale)[study], RESULTS)
 
 
 def part(kind: str, study: str, scale: str) -> str:
@@ -46,7 +54,7 @@ def page(text: str) -> str:
     return PART.sub(lambda m: f"{m[1]}\n{part(m[2], m[3], m[4])}\n\n{m[5]}", text)
 
 
-if __name__ == "__main__":
+def write_pages() -> None:
     for name in PAGES:
-        path = HERE / name
+        path = ROOT / name
         path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")

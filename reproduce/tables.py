@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xcal.studies.analysis import (
+from reproduce.analysis import (
     BASELINE,
     Comparison,
     Place,
@@ -22,38 +22,36 @@ from xcal.studies.analysis import (
     round_seconds,
     signed,
 )
-from xcal.studies.efficiency import (
+from reproduce.efficiency import (
     course_of,
     efficiency_answer,
     efficiency_table,
     without_course,
 )
-from xcal.studies.grid import Grid
-from xcal.studies.overview import (
+from reproduce.overview import (
     RIVALS,
     methods_overview,
     over_all_pairs,
     printed_gains,
     variants_overview,
 )
-from xcal.studies.paper import PRINTED_OVERHEAD
-from xcal.studies.scales import PAPER_NETWORK
-from xcal.studies.statistics import summarise
-from xcal.studies.store import Results
-from xcal.studies.wording import (
+from reproduce.paper import PRINTED_OVERHEAD
+from reproduce.scales import PAPER_NETWORK
+from reproduce.store import Results
+from reproduce.wording import (
     COMPARED,
-    NOTHING,
     RANKED,
-    Table,
     auroc_difference,
     difference,
-    epsilon_text,
     figure,
     judged,
     printed_text,
     verdict,
     where,
 )
+from xcal.report.words import NOTHING, Table, epsilon_text
+from xcal.studies.grid import Grid
+from xcal.studies.statistics import summarise
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,15 @@ class StudyView:
     total: int
     series: tuple[Series, ...]
     overviews: tuple[Table, ...] = ()  # the tables in one or two, where there are many
+    comparisons: tuple[Comparison, ...] = ()  # with static noise, of which the answer speaks
 
     @property
     def missing(self) -> str:
         if self.finished == self.total:
             return f"All {self.total} cells of the grid are finished."
         return (
-            f"{self.finished} of the grid's {self.total} cells are finished; `xcal study"
-            f" {self.study} --scale {self.scale}` goes on with the others."
+            f"{self.finished} of the grid's {self.total} cells are finished; `python -m reproduce"
+            f" study {self.study} --scale {self.scale}` goes on with the others."
         )
 
 
@@ -153,7 +152,9 @@ def privacy_utility_view(grid: Grid, results: Results) -> StudyView:
         + printed_gains(ours)
     )
     overviews = methods_overview(series, pairs), over_all_pairs(pairs)
-    return _view(grid, series, said, tables, sentences, overviews)
+    return replace(
+        _view(grid, series, said, tables, sentences, overviews), comparisons=tuple(pairs)
+    )
 
 
 def clients_view(grid: Grid, results: Results) -> StudyView:
@@ -207,7 +208,7 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
     if not enough:
         said = "Too few finished cells to say what the signal does: two seeds at least."
     else:
-        shown = [c for c in enough if c.f1.verdict != "no difference shown"]
+        shown = [c for c in enough if c.f1.verdict.shows]
         said = (
             f"In {len(enough)} comparisons the signal was replaced by something that knows nothing"
             f" of the images, at the same cost: a difference of F1 was shown in {len(shown)}."

@@ -1,6 +1,6 @@
 """Where the effect of the signal is lost: what it costs, when it begins to act, how far it moves σ.
 
-    python benchmarks/signal_moves.py
+    python -m reproduce.signal_moves
 
 Reads the committed cells of `xcal` (`results/cells/laptop`), trains nothing, and writes
 `benchmarks/results/signal-moves.md`, a row for each set, network, ε and reference:
@@ -19,14 +19,14 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from reproduce.analysis import Series, find, series_of
+from reproduce.declared import declare
+from reproduce.store import Results
 from xcal.experiments import make_experiment
-from xcal.methods.xcal import SCHEDULES, XCAL, smoothing_noise
-from xcal.studies.analysis import Series, find, series_of
-from xcal.studies.declared import declare
-from xcal.studies.store import Results
+from xcal.methods.xcal import SCHEDULES, XCAL, XcalParameters, smoothing_noise
 
 ROOT = Path(__file__).parent.parent
-OUT = Path(__file__).parent / "results" / "signal-moves.md"
+OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "signal-moves.md"
 SHOWN = ("", "reference = absolute", "eager", "eager, w = 0.8", "signal: decay", "signal: rise")
 HEAD = (
     "| data | network | ε | variant | seeds | static σ | price | waits | noise of s − s̄ | Δ"
@@ -39,6 +39,7 @@ def row(one: Series, others: Sequence[Series]) -> str:
     """One line of the table, from the cells of one series."""
     cells = list(one.cells.values())
     experiment = make_experiment({**cells[0].keys, "weights": None}, "the cell")
+    assert isinstance(experiment, XcalParameters)
     plan = XCAL.plan(experiment, cells[0].values["clients"][0]["units"], experiment.rounds)
     rule = XCAL.rule(experiment, plan)
     static = plan.sigma_static
@@ -88,7 +89,7 @@ def page(results: Results) -> str:
         if one.method == "xcal" and one.variant in SHOWN and one.place.unit == "record"
     ]
     about = (
-        "# Where the effect of the signal is lost\n\nMade by `python benchmarks/signal_moves.py`"
+        "# Where the effect of the signal is lost\n\nMade by `python -m reproduce.signal_moves`"
         " from the cells in `results/`; what the columns are is told there. σ over static: the mean"
         " σ of each round and client; a step with a signal pays its price, so a constant lies at"
         " the price.\n\n"

@@ -6,14 +6,26 @@ result must go on meaning what it meant when it was made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.config import nearest
+from xcal.config import BEFORE_THE_KEY, nearest
 from xcal.errors import UserError
-from xcal.studies.grid import COLUMNS, WITHOUT_EPSILON
+from xcal.experiments import KEYS
+from xcal.methods.registry import METHODS as KNOWN_METHODS
+from xcal.studies import grid
+from xcal.studies.grid import COLUMNS, Cell
+from xcal.studies.store import CellResult
 
+# Methods whose noise no ε decides: one run serves every ε.
+WITHOUT_EPSILON = ("centralized", "fl")
+# Keys that a method uses and that its committed cells do not pin: they were made before it said so,
+# at the values of `_SIGNAL`, and their names stay. One data set at one place knows no clients.
+NOT_PINNED: Mapping[str, frozenset[str]] = {
+    "agp": frozenset({"rho", "band"}),
+    "centralized": frozenset({"clients", "partition"}),
+}
 METHODS = ("centralized", "fl", "fl-dp", "agp", "xcal-paper", "xcal")
 
 # The paper's sets, by the name an import gives them. Dermoscopy stands in for the paper's melanoma
@@ -221,3 +233,33 @@ def get_scale(name: str) -> Scale:
             f"Unknown scale {name!r}.{nearest(name, tuple(SCALES))} Known: {', '.join(SCALES)}."
         )
     return SCALES[name]
+
+
+def make_cell(scale: str, values: Mapping[str, Any], explained: int, variant: str = "") -> Cell:
+    """A cell under the name it has among the committed ones."""
+    return grid.make_cell(scale, values, explained, variant, pinned_for(str(values["method"])))
+
+
+def pinned_for(method: str) -> frozenset[str]:
+    """What a declared cell pins. A method of somebody else's own may use anything, and is not
+    loaded because results name it."""
+    if method not in KNOWN_METHODS:
+        return frozenset(KEYS)
+    return KNOWN_METHODS[method].uses - NOT_PINNED.get(method, frozenset())
+
+
+def older_note(cells: Iterable[CellResult]) -> str:
+    """A sentence on cells that pin less than their method uses by now; empty where none does."""
+    counted: dict[str, int] = {}
+    for cell in cells:
+        method = str(cell.keys["method"])
+        if method in KNOWN_METHODS:
+            lacks = KNOWN_METHODS[method].uses & {*_SIGNAL, *BEFORE_THE_KEY} - set(cell.keys)
+            counted |= {key: counted.get(key, 0) + 1 for key in lacks}
+    if not counted:
+        return ""
+    told = ", ".join(f"{key} ({count})" for key, count in sorted(counted.items()))
+    return (
+        "Cells made before their method said that it uses a key do not pin it, and mean what it was"
+        f" then: {told}."
+    )

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from xcal.studies.scales import PAPER_NETWORK, PAPER_SET
+from reproduce.scales import PAPER_NETWORK, PAPER_SET
 
 # Our names for the methods of the printed tables. Both of ours stand beside the printed one.
 _COLUMN = {
@@ -41,7 +41,7 @@ def printed_band() -> dict[float, tuple[float, float]]:
 
 @cache
 def tables() -> dict[str, Any]:
-    text = files("xcal.studies").joinpath("paper.json").read_text(encoding="utf-8")
+    text = files("reproduce").joinpath("paper.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from reproduce.analysis import series_of
+from reproduce.declared import declare
+from reproduce.store import Results, unpack
 from xcal.data import catalog
 from xcal.data.normalize import to_tensor
 from xcal.data.store import known_names
@@ -20,10 +23,7 @@ from xcal.explain.overlay import overlay, picture
 from xcal.federation.setup import DATA_SEED
 from xcal.report.panel import in_multiples_of_mean
 from xcal.report.run_figures import Tile, data_uri
-from xcal.studies.analysis import series_of
-from xcal.studies.declared import declare
-from xcal.studies.store import Results, unpack
-from xcal.studies.wording import epsilon_text
+from xcal.report.words import epsilon_text
 
 TOP = 4.0  # multiples of a map's mean that get the top colour
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from made_up import made_up_cell, made_up_results
-from xcal.studies.analysis import (
+from reproduce.analysis import (
     beside_the_paper,
     round_seconds,
 )
-from xcal.studies.declared import declare
-from xcal.studies.efficiency import course_of, first_fall, lowess
-from xcal.studies.grid import Cell, Choice
-from xcal.studies.paper import printed
+from reproduce.declared import Choice, declare
+from reproduce.efficiency import course_of, first_fall, lowess
+from reproduce.paper import printed
+from reproduce.store import Results, pack
+from reproduce.tables import StudyView, comparisons_of, view
+from xcal.studies.grid import Cell
 from xcal.studies.statistics import Difference
-from xcal.studies.store import Results, pack
-from xcal.studies.tables import StudyView, comparisons_of, view
 
 SMALL = Choice(data=("blood-cells",), networks=("small",), epsilons=(0.5, 5.0), seeds=3)
 
@@ -65,7 +65,7 @@ def test_a_view_counts_what_is_there_and_what_is_missing(results: Results) -> No
     assert "All" in found.missing
     whole = view(declare("privacy-utility", "laptop"), results)
     assert f"{whole.finished} of the grid's {whole.total} cells" in whole.missing
-    assert "xcal study privacy-utility --scale laptop" in whole.missing
+    assert "python -m reproduce study privacy-utility --scale laptop" in whole.missing
 
 
 def test_disagreement_with_the_paper_is_said_in_a_sentence(results: Results) -> None:

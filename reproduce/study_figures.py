@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reproduce.analysis import BASELINE, Series, against, find
+from reproduce.efficiency import course_of, lowess
+from reproduce.store import Results
+from reproduce.tables import StudyView
 from xcal.report.figures import Figure, Line, figure_id, tone
-from xcal.studies.analysis import BASELINE, Series, against, find
-from xcal.studies.efficiency import course_of, lowess
+from xcal.report.words import epsilon_text
 from xcal.studies.statistics import Measure
-from xcal.studies.store import Results
-from xcal.studies.tables import StudyView
-from xcal.studies.wording import epsilon_text
 
 MEASURES: tuple[tuple[Measure, str], ...] = (
     ("macro_f1", "macro F1"),

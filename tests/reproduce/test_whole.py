@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from made_up import made_up_cell
-from xcal.report.report import gather
-from xcal.studies.declared import declare
-from xcal.studies.grid import Cell, Choice
-from xcal.studies.store import Results, TestSet
-from xcal.studies.whole import whole_grid, whole_grids
+from reproduce.declared import Choice, declare
+from reproduce.report import gather
+from reproduce.store import Results, TestSet
+from reproduce.whole import whole_grid, whole_grids
+from xcal.studies.grid import Cell
 
 GROUP = np.repeat(np.arange(60), 5)
 TEST = TestSet("smear-32px", ("a", "b", "c"), "picture", GROUP % 3, GROUP)
@@ -95,8 +95,7 @@ def test_what_a_table_has_stays_in_it(results: Results) -> None:
 def test_a_method_of_somebody_elses_own_is_shown_and_not_loaded(results: Results) -> None:
     finish(results, "privacy-utility")
     keys = dict(declare("privacy-utility", "smoke", Choice(methods=("xcal",))).cells[0].keys)
-    from xcal.studies.grid import make_cell
-    from xcal.studies.scales import SMOKE
+    from reproduce.scales import SMOKE, make_cell
 
     values = SMOKE.values("nobody.has:this", "smear", "small", 5.0, 0)
     assert set(keys) <= set(values) | {"concentration"}

@@ -6,53 +6,19 @@ is a cell's result in form, and its name is the digest of its keys.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.errors import UserError
 from xcal.studies.grid import Cell
-from xcal.studies.packing import unpack
+from xcal.studies.store import STATUSES, Damaged, unpack
 
 SET_NAME = re.compile(r"[^./\\\0][^/\\\0]*")  # it becomes a file's name: no folder, no way up
-STATUSES = ("finished", "diverged")
 BY_CLIENT = ("share", "sigma")
 ROUNDS = ("f1", "road", "seconds", *BY_CLIENT)
-
-
-class Damaged(Exception):
-    """Why a file is not what it should be, in a few words."""
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """A file's JSON object."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise Damaged("it is missing") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError):
-        raise Damaged("it is not JSON") from None
-    return _is(values, dict, "the file", "an object")
-
-
-def no_result(path: Path, why: Damaged) -> UserError:
-    return UserError(
-        f"{path} is no cell's result ({why}): remove it, and the study runs the cell again."
-    )
-
-
-def no_set(path: Path, why: Damaged) -> UserError:
-    return UserError(
-        f"{path} describes no test set ({why}): remove it together with the cells measured on it,"
-        " and the study runs them again."
-    )
 
 
 def check_cell(values: Mapping[str, Any], scale: str, name: str) -> None:

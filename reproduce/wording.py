@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from xcal.studies.analysis import Comparison, Place, Series, interval, signed
-from xcal.studies.paper import printed
+from reproduce.analysis import Comparison, Place, Series, interval, signed
+from reproduce.paper import printed
+from xcal.report.words import NOTHING
 from xcal.studies.statistics import Difference, Summary, summarise
-
-NOTHING = "–"
-SHOWN = ("better", "worse")  # verdicts that say something
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a head; the first column names the row."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-    def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.head) + " |")
-        lines.append("|" + "---|" * len(self.head))
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        if self.note:
-            lines += ["", self.note]
-        return "\n".join(lines)
 
 
 def figure(found: Summary | None, digits: int = 3) -> str:
@@ -48,7 +25,7 @@ def difference(d: Difference | None) -> str:
 
 def judged(d: Difference | None) -> str:
     """The difference, with its verdict where that says something."""
-    return difference(d) + (f", {d.verdict}" if d is not None and d.verdict in SHOWN else "")
+    return difference(d) + (f", {d.verdict}" if d is not None and d.verdict.shows else "")
 
 
 def auroc_difference(found: Comparison | None) -> str:
@@ -65,10 +42,6 @@ def auroc_difference(found: Comparison | None) -> str:
 
 def verdict(d: Difference | None) -> str:
     return NOTHING if d is None else d.verdict
-
-
-def epsilon_text(epsilon: float | None) -> str:
-    return "∞" if epsilon is None else f"{epsilon:g}"
 
 
 def printed_text(series: Series, measure: str, digits: int) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from reproduce.analysis import Place, Series
+from reproduce.tables import StudyView
+from reproduce.wording import where
 from xcal.report.figures import DASHES, Figure, Line, figure_id, tone
 from xcal.report.run_figures import CLIENTS_SHOWN
-from xcal.studies.analysis import Place, Series
-from xcal.studies.tables import StudyView
-from xcal.studies.wording import epsilon_text, where
+from xcal.report.words import epsilon_text
 
 Values = tuple[float | None, ...]  # one a round
 

@@ -1,6 +1,6 @@
 """How much of a difference between two methods is the luck of their noise.
 
-    python benchmarks/noise_luck.py --streams 6
+    python -m reproduce.noise_luck --streams 6
 
 Trains one cell of the study (`fl-dp`, blood cells, `small`, ε = 5) several times with the same
 seed, so the same partition and first weights, and other draws and noise each time. The spread of F1
@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
+from reproduce.scales import get_scale, make_cell
 from xcal.dp.noise import NoiseKey
 from xcal.federation.folder import commit, versions
 from xcal.methods.context import StepContext
 from xcal.studies.cell import Talk, run_cell
-from xcal.studies.grid import make_cell
-from xcal.studies.scales import get_scale
 
-OUT = Path(__file__).parent / "results" / "noise-luck.md"
+OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "noise-luck.md"
 ROW = re.compile(r"^\| (\S+) \| (\d+) \| ([\d.]+) \| ([\d.-]+) \|$", re.MULTILINE)
 
 
@@ -48,7 +47,7 @@ def measured(stream: str, seed: int) -> tuple[float, float]:
     StepContext.key = key  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as work:
-            found, _ = run_cell(cell, Path(work) / "run", None, "", Quiet())
+            found, _ = run_cell(cell, Path(work) / "run", "", Quiet())
     finally:
         StepContext.key = own  # type: ignore[method-assign]
     return found["macro_f1"], found["road"]
@@ -59,7 +58,7 @@ def page(rows: list[tuple[str, int, float, float]]) -> str:
     lines = [f"| {s} | {seed} | {f1:.3f} | {road:.3f} |" for s, seed, f1, road in rows]
     text = (
         "# The luck of the noise\n\nStatic noise, blood cells, `small`, ε = 5, laptop scale: one"
-        " method, one seed, other draws and noise (`python benchmarks/noise_luck.py`, commit"
+        " method, one seed, other draws and noise (`python -m reproduce.noise_luck`, commit"
         f" {commit()}; {about}).\n\n| stream | seed | macro F1 | ROAD |\n|---|---:|---:|---:|\n"
         + "\n".join(lines)
         + "\n"

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from reproduce.scales import METHODS, WITHOUT_EPSILON, Scale, get_scale, make_cell
 from xcal.config import nearest
 from xcal.errors import UserError
 from xcal.experiments import KEYS
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.methods.registry import get_method
-from xcal.studies.grid import (
-    COLUMNS,
-    WITHOUT_EPSILON,
-    Cell,
-    Choice,
-    Grid,
-    make_cell,
-    without_repetition,
-)
-from xcal.studies.scales import METHODS, Scale, get_scale
+from xcal.studies.grid import COLUMNS, Cell, Grid, without_repetition
 
 BASELINE = "fl-dp"
 
@@ -66,6 +59,17 @@ LEVERS: Mapping[str, Mapping[str, Any]] = {
     },
     "geometry": {"geometry": "importance"},
 }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user asks of a study; what is not given the scale decides."""
+
+    data: tuple[str, ...] | None = None
+    networks: tuple[str, ...] | None = None
+    methods: tuple[str, ...] | None = None
+    epsilons: tuple[float, ...] | None = None
+    seeds: int | None = None
 
 
 def _seeds(scale: Scale, network: str, choice: Choice) -> range:
@@ -306,6 +310,21 @@ STUDIES: Mapping[str, Callable[[Scale, Choice], Grid]] = {
     "panel": panel,
     "units": units,
 }
+
+
+def only_variants(grid: Grid, beginnings: Sequence[str]) -> Grid:
+    """The grid's plain cells and those whose variant begins with one of these words."""
+    known = dict.fromkeys(cell.variant for cell in grid.cells if cell.variant)
+    for word in beginnings:
+        if not any(variant.startswith(word) for variant in known):
+            raise UserError(
+                f"No variant of {grid.study} begins with {word!r}.{nearest(word, tuple(known))}"
+                f" Known: {'; '.join(known) or 'none'}."
+            )
+    chosen = tuple(
+        c for c in grid.cells if not c.variant or c.variant.startswith(tuple(beginnings))
+    )
+    return replace(grid, cells=chosen)
 
 
 def declare(study: str, scale: str, choice: Choice | None = None) -> Grid:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from made_up import made_up_results
+from reproduce.declared import Choice, declare
+from reproduce.report import Material, gather, in_a_word, report_page
+from reproduce.store import Results, pack
+from reproduce.study_courses import courses_of
+from reproduce.study_figures import by_epsilon, not_scaled, scaling
+from reproduce.study_panel import StudyPanel, absent_note, study_panels
+from reproduce.tables import StudyView, view
+from xcal.errors import UserError
 from xcal.report.figures import Figure
-from xcal.report.report import Material, _cell, gather, report_page
-from xcal.report.study_courses import courses_of
-from xcal.report.study_figures import by_epsilon, not_scaled, scaling
-from xcal.report.study_panel import StudyPanel, absent_note, study_panels
-from xcal.studies.declared import declare
-from xcal.studies.grid import Choice
-from xcal.studies.store import Results, pack
-from xcal.studies.tables import StudyView, view
+from xcal.report.report import _cell
+from xcal.studies.statistics import Verdict
 
 ONE_EPSILON = Choice(data=("blood-cells",), networks=("small",), epsilons=(5.0,), seeds=2)
 
@@ -113,7 +116,7 @@ def test_sets_that_are_not_here_are_one_sentence(
     panels = study_panels(results, "laptop")
     assert [p.absent for p in panels] == ["blood-cells"]
     more = [*panels, *panels, StudyPanel("x", (), absent="ham10000")]
-    page = report_page(Material((), (), (), 0, tuple(more)))
+    page = report_page(Material((), (), 0, tuple(more)))
     assert page.count("not on this machine") == 1
     assert "The images of blood-cells and ham10000 are not on this machine" in page
     assert "<code>xcal data import FOLDER --name NAME --pixels PIXELS</code>" in page
@@ -129,3 +132,37 @@ def test_a_cell_breaks_only_between_its_values() -> None:
     assert _cell("0.452 ± 0.013 (5)") == '<span class="keep">0.452 ± 0.013</span> (5)'
     assert _cell("`fl-dp`, w = 0.8") == '<code>fl-dp</code>, <span class="keep">w = 0.8</span>'
     assert _cell("<b> (") == "&lt;b&gt; ("
+
+
+def test_the_page_is_whole_and_asks_for_nothing(results: Results) -> None:
+    page = report_page(gather([results.path]))
+    assert page.count("* plotly.js v") == 1  # embedded once
+    own = re.sub(r"<script>/\*\*\n\* plotly\.js.*?</script>", "", page, flags=re.DOTALL)
+    assert len(own) < 1_500_000
+    assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]+", own)
+    assert "https://" not in own and "http://" not in own
+    for words in (
+        "Does noise steered by explanations",
+        "Studies are simulations",
+        "Versions and commands",
+        "goes on with",
+        "do not pin it",  # cells of agp are older than what agp says it uses
+        'class="is-better"',
+    ):
+        assert words in own, words
+    assert own.count('role="img"') == own.count('class="plot"') > 10
+
+
+def test_the_word_is_that_of_the_comparisons(results: Results) -> None:
+    studies = gather([results.path], panels=False).studies
+    main = next(s for s in studies if s.view.study == "privacy-utility")
+    ours = [c.f1.verdict for c in main.view.comparisons if c.series.method == "xcal"]
+    assert ours and set(ours) <= set(Verdict)
+    (word,) = in_a_word(studies)
+    shown = {v for v in ours if v.shows}
+    assert word.startswith("Yes" if shown == set(ours) == {Verdict.BETTER} else ("In some", "Not"))
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no results"):
+        gather([tmp_path])

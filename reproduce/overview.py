@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from xcal.studies.analysis import BASELINE, Comparison, Series, find, printed_gain, signed
-from xcal.studies.statistics import Difference
-from xcal.studies.wording import NOTHING, SHOWN, Table, epsilon_text, figure, judged, where
+from reproduce.analysis import BASELINE, Comparison, Series, find, printed_gain, signed
+from reproduce.wording import figure, judged, where
+from xcal.report.words import NOTHING, Table, epsilon_text
+from xcal.studies.statistics import Difference, Verdict
 
 RIVALS = ("xcal", "xcal-paper", "agp")
 
@@ -166,7 +167,9 @@ def variants_overview(
 
         static, default = of(to_static), of(to_default)
         verdicts = [c.f1.verdict for c in static]
-        shown = ", ".join(f"{w} in {verdicts.count(w)}" for w in SHOWN if w in verdicts)
+        shown = ", ".join(
+            f"{w} in {verdicts.count(w)}" for w in Verdict if w.shows and w in verdicts
+        )
         rows.append(
             (
                 f"`{method}`" + (f", {variant}" if variant else ""),

@@ -1,0 +1,1 @@
+"""The paper's tables and figures: `python -m reproduce` from a checkout. Not installed."""
