@@ -1,10 +1,11 @@
 """Stand-ins for the operations that hold trainable parameters.
 
-Inside `Recorder` the calls `conv2d`, `linear`, `group_norm` and `batch_norm` that use a trainable
+Inside `Recorder` the calls of layers (`conv2d`, `linear`, `layer_norm`, …) that use a trainable
 parameter run as autograd functions of our own: the same forward pass; a backward pass that hands
-on the input gradient only and leaves per-unit weight gradients in a `Book`. The parameters
-themselves never enter the graph, so a parameter that is found there after the forward pass was
-used in some way no rule covers, and `refuse_other_uses` says which.
+on the input gradient only and leaves per-unit weight gradients in a `Book`. Parameters that a
+network adds, multiplies or concatenates itself are `plain.py`'s. The parameters themselves never
+enter the graph of the loss, so a parameter that is found there after the forward pass was used in
+some way no rule covers, and `refuse_other_uses` says which.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,29 +25,47 @@ from xcal.errors import UserError
 from xcal.training.clipping.book import Book, Units
 from xcal.training.clipping.convolution import ConvShape
 from xcal.training.clipping.geometry import PLAIN, Geometry
-from xcal.training.clipping.layers import Convolution, FrozenNorm, GroupNorm, Linear, apply
+from xcal.training.clipping.layers import (
+    Convolution,
+    Embedding,
+    FrozenNorm,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    apply,
+)
+from xcal.training.clipping.losses import Loss, per_sample
+from xcal.training.clipping.plain import Plain
 
 
 class Recorder(TorchFunctionMode):
     """While entered, every use of a trainable parameter by a known operation is recorded.
 
-    `names` maps the identity of each trainable parameter to its name; `anchor` is a scalar that
-    requires a gradient, so that the graph starts at the first recorded operation and no earlier:
-    frozen layers before it cost no backward pass.
+    `anchor` is a scalar that requires a gradient, so that the graph starts at the first recorded
+    operation and no earlier: frozen layers before it cost no backward pass.
     """
 
-    def __init__(self, names: Mapping[int, str], images: int, book: Book, anchor: Tensor) -> None:
+    def __init__(self, plain: Plain, images: int, book: Book, anchor: Tensor) -> None:
         super().__init__()
-        self._names = names
+        self._plain = plain
         self._images = images
         self._book = book
         self._anchor = anchor
+        self._time_first = False
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
             F.conv2d: self._conv2d,
             F.linear: self._linear,
             F.group_norm: self._group_norm,
             F.batch_norm: self._batch_norm,
             F.instance_norm: self._instance_norm,
+            F.layer_norm: self._layer_norm,
+            F.rms_norm: self._rms_norm,
+            F.embedding: self._embedding,
+            F.prelu: self._prelu,
+            F.multi_head_attention_forward: self._attention,
+            torch.matmul: self._matmul,
+            Tensor.matmul: self._matmul,
+            Tensor.__matmul__: self._matmul,
         }
 
     def __torch_function__(
@@ -60,10 +80,10 @@ class Recorder(TorchFunctionMode):
             recorded = rule(*args, **(kwargs or {}))
             if recorded is not None:
                 return recorded
-        return func(*args, **(kwargs or {}))
+        return self._plain.call(func, args, kwargs or {})
 
     def _name(self, parameter: Tensor | None) -> str | None:
-        return None if parameter is None else self._names.get(id(parameter))
+        return self._plain.name(parameter)
 
     def _enter(self, x: Tensor, what: str, *names: str | None) -> bool:
         """Whether anything here is to be recorded; then rows of `x` must be the batch's images."""
@@ -108,15 +128,107 @@ class Recorder(TorchFunctionMode):
         return apply(Convolution, x, self._anchor, weight, bias, shape, names, self._book)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        if self._plain.sources(x) is not None:
+            return None
         names = self._name(weight), self._name(bias)
+        if self._time_first and names != (None, None):
+            # Inside attention: (time, images, features), or time and images in one.
+            by_image = x.view(-1, self._images, x.shape[-1]).transpose(0, 1)
+            self._enter(by_image, "attention", *names)
+            y = apply(Linear, by_image, self._anchor, weight, bias, names, self._book)
+            return y.transpose(0, 1).contiguous().view(*x.shape[:-1], -1)
         if not self._enter(x, "linear layer", *names):
             return None
-        if x.dim() != 2:
+        if x.dim() < 2:
             raise UserError(
                 f"the linear layer with parameter {names[0] or names[1]!r} is given a "
-                f"{x.dim()}-dimensional input: only (images, features) has a per-image rule"
+                f"{x.dim()}-dimensional input: give batches (B, …, features)"
             )
         return apply(Linear, x, self._anchor, weight, bias, names, self._book)
+
+    def _matmul(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor | None:
+        """x @ weight, as a linear layer."""
+        if weight.dim() != 2 or x.dim() < 2 or self._plain.sources(weight) is None:
+            return None
+        return self._linear(x, self._plain.call(Tensor.t, (weight,), {}))
+
+    def _attention(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The library's own attention, its layers recorded: there the batch stands second."""
+        if query.dim() != 3 or query.shape[1] != self._images:
+            return None
+        self._time_first = True
+        try:
+            with self:
+                return _unguarded_attention(query, *args, **kwargs)
+        finally:
+            self._time_first = False
+
+    def _layer_norm(
+        self,
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        names = self._name(weight), self._name(bias)
+        if not self._enter(x, "layer norm", *names):
+            return None
+        if x.dim() == len(normalized_shape):
+            raise UserError(
+                f"the layer norm with parameter {names[0] or names[1]!r} normalises over the "
+                "images of a batch, which mixes people's data"
+            )
+        shape, book = list(normalized_shape), self._book
+        return apply(LayerNorm, x, self._anchor, weight, bias, shape, eps, names, book)
+
+    def _rms_norm(
+        self,
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor | None:
+        if weight is None or self._plain.sources(weight) is None:
+            return None
+        if x.dim() == len(normalized_shape):
+            raise UserError("an RMS norm normalises over the batch, which mixes people's data")
+        normalised = F.rms_norm(x, normalized_shape, None, eps)
+        scaled: Tensor = self._plain.call(torch.mul, (normalised, weight), {})
+        return scaled
+
+    def _prelu(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        if self._plain.sources(weight) is None or x.dim() < 2:
+            return None
+        slopes = self._plain.call(Tensor.view, (weight, -1, *[1] * (x.dim() - 2)), {})
+        below: Tensor = self._plain.call(torch.mul, (x.clamp_max(0), slopes), {})
+        return x.clamp_min(0) + below
+
+    def _embedding(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor | None:
+        name = self._name(weight)
+        if name is None:
+            return None
+        if max_norm is not None or scale_grad_by_freq:
+            raise UserError(
+                f"the embedding with parameter {name!r} uses max_norm or scale_grad_by_freq, by "
+                "which one person's words change what others' do: build it without them"
+            )
+        if self._plain.constant(ids):
+            # Positions, the same for all: a slice of the table, not a reading of data.
+            made: Tensor = self._plain.call(F.embedding, (ids, weight, padding_idx), {})
+            return made
+        self._enter(ids, "embedding", name)
+        padding, book = padding_idx, self._book
+        return apply(Embedding, ids, self._anchor, weight, None, padding, name, book)
 
     def _group_norm(
         self,
@@ -171,7 +283,25 @@ class Recorder(TorchFunctionMode):
                 "an instance norm updates running statistics from the images: build it with "
                 "track_running_stats=False, or use group norm"
             )
-        return None
+        names = self._name(weight), self._name(bias)
+        if not self._enter(x, "instance norm", *names):
+            return None
+        book, anchor = self._book, self._anchor
+        if use_input_stats:
+            groups = x.shape[1]
+            return apply(GroupNorm, x, anchor, weight, bias, groups, eps, names, book)
+        return apply(
+            FrozenNorm, x, anchor, weight, bias, running_mean, running_var, eps, names, book
+        )
+
+
+# As torch has it, but for its first lines: they hand the whole call to whoever is listening, and
+# what it consists of would go unheard.
+_unguarded_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 @dataclass(frozen=True)
@@ -195,30 +325,34 @@ def record(
     geometry: Geometry = PLAIN,
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> Recorded:
-    """Run the network forward and back once on the weighted sum of cross-entropies.
+    """Run the network forward and back once on the weighted sum of losses (cross-entropies).
 
     `forward` stands for the network where `images` have been through its frozen beginning.
     """
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     book = Book(units, images.device, geometry)
     with torch.enable_grad():
-        anchor = images.new_zeros((), requires_grad=True)
-        with _captured(model, capture) as caught, Recorder(names, len(images), book, anchor):
-            logits = (forward or model)(images)
-        if logits.dim() != 2 or len(logits) != len(images):
+        anchor = weights.new_zeros((), requires_grad=True)
+        plain = Plain(model, len(images), book, anchor)
+        with _captured(model, capture) as caught, Recorder(plain, len(images), book, anchor):
+            output = (forward or model)(images)
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.shape[:1] != images.shape[:1]:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
-                f"the network gives outputs of shape {tuple(logits.shape)} for {len(images)} "
+                f"the network gives outputs of shape {shape} for {len(images)} "
                 "images: it must give one row of class scores per image"
             )
-        known = (labels >= 0) & (labels < logits.shape[1])
-        losses = F.cross_entropy(logits, labels.where(known, 0), reduction="none")
+        losses, known = per_sample(loss, logits, labels)
         total = (losses * weights).sum()
         refuse_other_uses(total, names)
         if total.requires_grad:
             # The anchor's own gradient is nothing; asking for it visits every recorded operation
             # and spares the rest of the graph.
             torch.autograd.grad(total, [anchor], allow_unused=True)
+        plain.settle()
     finite = known & torch.isfinite(losses.detach())
     return Recorded(book, logits.detach(), caught[-1] if caught else None, finite)
 

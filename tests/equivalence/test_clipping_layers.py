@@ -1,0 +1,277 @@
+"""Layers and uses of parameters that networks from elsewhere bring: exact, one unit at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from against_reference import assert_exact
+from xcal.errors import UserError
+from xcal.training.clipping import ClippingEngine
+
+CLASSES = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def shaken(model, seed=0):
+    """In float64, with weights that are all different."""
+    generator = torch.Generator().manual_seed(seed)
+    model = model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=generator)
+    return model
+
+
+def drawn(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(count):
+    return torch.arange(count) % CLASSES
+
+
+class Tokens(nn.Module):
+    """(B, T, 6) through a body, then the mean over places and a linear layer."""
+
+    def __init__(self, *body):
+        super().__init__()
+        self.body = nn.Sequential(*body)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)).flatten(1, -2).mean(1))
+
+
+class Attention(nn.Module):
+    def __init__(self, *, cross=False, weights=False, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, **options)
+        self.cross, self.weights, self.options = cross, weights, options
+
+    def forward(self, x):
+        first = self.options.get("batch_first", False)
+        other = torch.tanh(x[:, 1:]) if self.cross else x
+        if self.options.get("kdim"):
+            other = other[..., : self.options["kdim"]]
+        query, key = (x, other) if first else (x.transpose(0, 1), other.transpose(0, 1))
+        if not self.cross:
+            key = query
+        y, _ = self.attention(query, key, key, need_weights=self.weights)
+        return y if first else y.transpose(0, 1)
+
+
+class ScaledDot(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18, bias=False)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Class(nn.Module):
+    """Class token and position embedding, added in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.token = nn.Parameter(torch.zeros(1, 1, 6))
+        self.places = nn.Parameter(torch.zeros(1, 8, 6))
+
+    def forward(self, x):
+        places = self.places
+        token = self.token.expand(len(x), -1, -1)
+        if self.way == "repeat":
+            token = self.token.repeat(len(x), 1, 1)
+        elif self.way == "flat":
+            token, places = self.token[0, 0].expand(len(x), 1, -1), places[0]
+        elif self.way == "early":
+            token = token + places[:, :1]
+        elif self.way == "resized":
+            places = F.interpolate(places.mT, 16, mode="linear").mT[:, ::2]
+        elif self.way == "like":
+            token = self.token.expand_as(x[:, :1])
+        x = torch.cat((token, x), dim=1)
+        x += places[..., : x.shape[1], :]
+        return x
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(6))
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.shift = nn.Parameter(torch.ones(2, 6))
+        self.column = nn.Parameter(torch.ones(5, 1))
+        self.register_buffer("sign", torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0]))
+
+    def forward(self, x):
+        x = self.gamma * x + (self.shift * self.sign).sum(0) / self.shift.norm()
+        x = torch.where(x > 0, x, self.gamma.view(1, 1, 6) * x)
+        return (1 - x) / self.temperature.exp() * self.column.expand(5, 6) - self.shift[1]
+
+
+class ByHand(nn.Module):
+    """Weights of one's own in matrix products and functional layers, some made anew every pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.right = nn.Parameter(torch.ones(6, 6))
+        self.both = nn.Parameter(torch.ones(2, 6, 6))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, x):
+        x = torch.tanh(x @ self.right)
+        x = torch.tanh(F.linear(x, self.both.view(12, 6)))
+        x = F.linear(x[..., :6], self.both[0], self.both[1, 0]) + x[..., 6:]
+        return self.normed(x)
+
+
+class Tied(nn.Module):
+    """Words in and words out by one table."""
+
+    def __init__(self, ways=2):
+        super().__init__()
+        self.words = nn.Embedding(CLASSES, 6, padding_idx=1)
+        self.places = nn.Embedding(5, 6)
+        self.mix = nn.Linear(6, 6)
+        self.out = nn.Linear(6, CLASSES, bias=False)
+        if ways == 2:
+            self.out.weight = self.words.weight
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        return self.out(torch.tanh(self.mix(x)).mean(1))
+
+
+TOKENS = {
+    "linear on places": lambda: [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)],
+    "layer norm": lambda: [nn.LayerNorm(6), nn.Linear(6, 6), nn.LayerNorm([5, 6], bias=False)],
+    "rms norm": lambda: [nn.RMSNorm(6), nn.Linear(6, 6), nn.RMSNorm([5, 6], eps=1e-6)],
+    "self-attention": lambda: [Attention(batch_first=True)],
+    "attention, time first": lambda: [Attention(weights=True)],
+    "cross-attention": lambda: [Attention(cross=True, batch_first=True, bias=False)],
+    "attention of other widths": lambda: [Attention(cross=True, kdim=4, vdim=4, batch_first=True)],
+    "encoder layer": lambda: [nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)],
+    "scaled dot product": lambda: [ScaledDot()],
+    "class token": lambda: [Class("expand")],
+    "class token, repeated": lambda: [Class("repeat")],
+    "class token, flat": lambda: [Class("flat")],
+    "class token, with its place": lambda: [Class("early")],
+    "class token, like the batch": lambda: [Class("like")],
+    "places, resized": lambda: [Class("resized")],
+    "scales": lambda: [Scales()],
+    "by hand": lambda: [ByHand()],
+    "prelu": lambda: [nn.Linear(6, 6), nn.PReLU(), nn.Linear(6, 6), nn.PReLU(5)],
+}
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_layers_of_transformers(case):
+    model = shaken(Tokens(*TOKENS[case]()))
+    assert_exact(model, drawn(6, 5, 6), labels(6))
+
+
+@pytest.mark.parametrize("count", [5, 1])
+@pytest.mark.parametrize("case", ["class token", "class token, with its place", "scales"])
+def test_as_many_samples_as_places(case, count):
+    """Sizes that happen to be equal are not taken for one another."""
+    assert_exact(shaken(Tokens(*TOKENS[case]())), drawn(count, 5, 6), labels(count))
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_many_places_of_wide_layers(width):
+    """By Gram matrices and by gradients, whichever is cheaper."""
+    model = shaken(Tokens(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6)))
+    for places in (1, 2, 30):
+        assert_exact(model, drawn(5, places, 3, 6), labels(5))
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_embeddings(ways):
+    model = shaken(Tied(ways))
+    ids = torch.randint(0, CLASSES, (6, 5), generator=torch.Generator().manual_seed(0))
+    assert_exact(model, ids, labels(6))
+
+
+def test_embeddings_that_look_at_others_are_refused():
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        model = nn.Sequential(nn.Embedding(4, 2, **options), nn.Flatten(), nn.Linear(4, 3))
+        with pytest.raises(UserError, match="'0.weight'"):
+            ClippingEngine(model).clipped_sum(torch.ones(2, 2).long(), labels(2), clip=1.0)
+
+
+def head():
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES))
+
+
+LOSSES = {
+    "soft targets": (None, drawn(4, CLASSES).softmax(1)),
+    "several labels": (
+        lambda y, t: F.binary_cross_entropy_with_logits(y, t, reduction="none").mean(1),
+        (drawn(4, CLASSES) > 0).double(),
+    ),
+    "regression": (lambda y, t: (y[:, 0] - t).square(), torch.tensor([0.2, 0.7, -1.5, 0.0])),
+    "focal": (lambda y, t: (1 - y.softmax(1)[range(len(y)), t]).square(), labels(4)),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_any_loss_of_a_sample(case):
+    loss, targets = LOSSES[case]
+    targets = targets.double() if targets.is_floating_point() else targets
+    assert_exact(shaken(head()), drawn(4, 3, 4), targets, loss=loss)
+
+
+def test_a_class_at_every_place():
+    model = shaken(nn.Conv2d(2, CLASSES, 3, padding=1))
+    wanted = torch.randint(0, CLASSES, (4, 5, 5), generator=torch.Generator().manual_seed(0))
+    assert_exact(model, drawn(4, 2, 5, 5), wanted)
+    wrong = wanted.clone()
+    wrong[2, 0, 0] = CLASSES
+    found = ClippingEngine(model).clipped_sum(drawn(4, 2, 5, 5), wrong, clip=1.0)
+    assert found.dropped.tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (None, torch.tensor([0.5, 1.0, 2.0])),  # never truncated
+        (None, labels(3)[:, None]),
+        (lambda y, t: F.cross_entropy(y, t), labels(3)),
+        (lambda y, t: F.cross_entropy(y, t, reduction="none") / len(y), labels(3)),
+        (lambda y, t: F.cross_entropy(y - y.mean(0), t, reduction="none"), labels(3)),
+        (lambda y, t: 1.0, labels(3)),
+    ],
+)
+def test_losses_that_are_not_of_each_sample_are_refused(loss, targets):
+    with pytest.raises(UserError):
+        ClippingEngine(shaken(head())).clipped_sum(drawn(3, 12), targets, clip=1.0, loss=loss)
+
+
+class Answer:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def test_an_output_with_logits_is_taken_by_them():
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = head()
+
+        def forward(self, x):
+            return Answer(self.inner(x))
+
+    assert_exact(shaken(Wrapped()), drawn(4, 12), labels(4))
