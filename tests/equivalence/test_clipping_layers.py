@@ -198,6 +198,53 @@ def test_many_places_of_wide_layers(width):
         assert_exact(model, drawn(5, places, 3, 6), labels(5))
 
 
+class Pixels(nn.Module):
+    """(B, 4, …) through a body, then the mean over pixels and a linear layer."""
+
+    def __init__(self, *body):
+        super().__init__()
+        self.body = nn.Sequential(*body)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)).flatten(2).mean(2))
+
+
+CONVOLUTIONS = {
+    "plain": lambda kind, up: [kind(4, 12, 3, padding=1), nn.Tanh(), kind(12, 4, 1)],
+    "strided": lambda kind, up: [kind(4, 6, 2, stride=2, bias=False), nn.Tanh(), kind(6, 4, 1, 2)],
+    "wide": lambda kind, up: [kind(4, 40, 3, 2, dilation=1), nn.Tanh(), kind(40, 4, 2, padding=1)],
+    "grouped": lambda kind, up: [kind(4, 8, 3, 2, 2, 2, groups=2), nn.Tanh(), kind(8, 4, 1)],
+    "depthwise": lambda kind, up: [kind(4, 4, 3, padding="same", groups=4)],
+    "same": lambda kind, up: [kind(4, 4, 2, padding="same", dilation=3)],
+    "circular": lambda kind, up: [kind(4, 4, 3, padding=1, padding_mode="circular")],
+    "up": lambda kind, up: [up(4, 6, 2, stride=2), nn.Tanh(), up(6, 4, 1, 2, bias=False)],
+    "up, padded": lambda kind, up: [up(4, 4, 3, 2, 1, 1), nn.Tanh(), up(4, 4, 3, 2, 0, 0)],
+    "up, grouped": lambda kind, up: [up(4, 8, 3, padding=1, groups=2), nn.Tanh(), kind(8, 4, 1)],
+    "up, wide": lambda kind, up: [kind(4, 40, 3), nn.Tanh(), up(40, 4, 2)],
+    "up, spread": lambda kind, up: [up(4, 4, 2, 1, 1, 2, dilation=3), nn.Tanh(), kind(4, 4, 1)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_of_lines_images_and_volumes(case, dims):
+    kind = getattr(nn, f"Conv{dims}d")
+    up = getattr(nn, f"ConvTranspose{dims}d")
+    model = shaken(Pixels(*CONVOLUTIONS[case](kind, up)))
+    assert_exact(model, drawn(5, 4, *[5, 4, 6][:dims]), labels(5))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("tracks", [False, True])
+def test_norms_of_lines_images_and_volumes(dims, tracks):
+    kind, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"InstanceNorm{dims}d")
+    instance = norm(4, affine=True, track_running_stats=tracks).eval()
+    model = shaken(Pixels(kind(4, 4, 1), nn.GroupNorm(2, 4), kind(4, 4, 1), instance))
+    assert_exact(model, drawn(5, 4, *[5, 4, 6][:dims]), labels(5))
+
+
 @pytest.mark.parametrize("ways", [1, 2])
 def test_embeddings(ways):
     model = shaken(Tied(ways))
@@ -275,3 +322,88 @@ def test_an_output_with_logits_is_taken_by_them():
             return Answer(self.inner(x))
 
     assert_exact(shaken(Wrapped()), drawn(4, 12), labels(4))
+
+
+class Einsum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 6))
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.einsum("bti,io->bto", self.inner(x), self.weight)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer = kind(6, 6, batch_first=True, **options)
+
+    def forward(self, x):
+        every, last = self.layer(x)
+        last = last[0] if isinstance(last, tuple) else last
+        return every + last[-1].unsqueeze(1)
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Bilinear(6, 6, 6)
+
+    def forward(self, x):
+        return self.layer(x, torch.tanh(x))
+
+
+WITHOUT_RULE = {
+    "einsum": (Einsum, ("vmap", "loop")),
+    "bilinear": (Pairs, ("vmap", "loop")),
+    "lstm": (lambda: Recurrent(nn.LSTM), ("loop",)),
+    "gru of two layers": (lambda: Recurrent(nn.GRU, num_layers=2), ("loop",)),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_RULE)
+def test_what_has_no_rule_is_exact_by_the_fallback(case):
+    build, ways = WITHOUT_RULE[case]
+    model = shaken(Tokens(build(), nn.Linear(6, 6)))
+    with pytest.raises(UserError, match=r"fallback='vmap'"):
+        ClippingEngine(model).clipped_sum(drawn(4, 5, 6), labels(4), clip=1.0)
+    for way in ways:
+        assert_exact(model, drawn(4, 5, 6), labels(4), fallback=way)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Swapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(6, 6)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def test_a_fallback_that_cannot_tell_samples_apart_is_refused():
+    model = shaken(Tokens(Swapped(), nn.Linear(6, 6)))
+    with pytest.raises(UserError, match="keep the batch first"):
+        ClippingEngine(model, fallback="loop").clipped_sum(drawn(4, 5, 6), labels(4), clip=1.0)
+    model = shaken(Tokens(Recurrent(nn.LSTM)))
+    with pytest.raises(UserError, match=r"'body.0.layer'.*fallback='loop'"):
+        ClippingEngine(model, fallback="vmap").clipped_sum(drawn(4, 5, 6), labels(4), clip=1.0)
+    with pytest.raises(UserError, match="'jacobian'"):
+        ClippingEngine(model, fallback="jacobian")
+
+
+def test_dropout_is_drawn_for_every_sample_by_itself():
+    """Norm and sum are of the same draw; without dropout=True it is refused."""
+    model = shaken(Tokens(nn.Dropout(0.5), nn.Linear(6, 6), Attention(dropout=0.3))).train()
+    images, wanted = drawn(1, 5, 6).expand(6, 5, 6), torch.zeros(6, dtype=torch.long)
+    with pytest.raises(UserError, match=r"'body.0'"):
+        ClippingEngine(model)
+    engine = ClippingEngine(model, dropout=True)
+    torch.manual_seed(0)
+    found = engine.clipped_sum(images, wanted, clip=1e-3)
+    assert len(set(found.norms.tolist())) == 6  # six draws for six equal images
+    for _ in range(6):
+        alone = engine.clipped_sum(images[:1], wanted[:1], clip=1e-3)
+        squares = [float(g.square().sum()) for g in alone.gradients.values()]
+        assert sum(squares) ** 0.5 == pytest.approx(1e-3, rel=1e-9)

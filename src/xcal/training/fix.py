@@ -6,12 +6,29 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import UninitializedTensorMixin
 
 from xcal.errors import UserError
-from xcal.models.layers import group_count
+from xcal.models.layers import FrozenBatchNorm2d, group_count
+
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class FrozenBatchNorm(_BatchNorm):
+    """Batch norm with fixed statistics, whatever mode the network around it is put in."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.training = False
+
+    def train(self, mode: bool = True) -> FrozenBatchNorm:
+        return super().train(False)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of pixels, or none."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,11 @@ def fix(model: nn.Module, *, batch_norm: str = "group") -> tuple[nn.Module, list
             f"batch_norm is {batch_norm!r}: choose 'group' (GroupNorm instead) or 'frozen' (fixed "
             "statistics)"
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedTensorMixin):
+            raise UserError(
+                f"parameter {name!r} has no shape yet: give the network a batch before you fix it"
+            )
     model = deepcopy(model)
     changes: list[Change] = []
     made: dict[int, nn.Module] = {}  # a module that stands in several places stays one
@@ -72,22 +94,23 @@ def _instead(name: str, module: nn.Module, batch_norm: str) -> nn.Module | None:
         module.track_running_stats = False
         module.running_mean = module.running_var = module.num_batches_tracked = None
         return module
-    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters()):
+    if isinstance(module, FrozenBatchNorm2d | FrozenBatchNorm):
+        return None
+    if type(module) not in _KINDS:
         raise UserError(
-            f"module {name!r} ({type(module).__name__}) does not know its channels yet: give the "
-            "network a batch before you fix it"
+            f"module {name!r} ({type(module).__name__}) is a batch norm of its own kind, and what "
+            "else it does is not known: replace it yourself"
         )
     if batch_norm == "frozen":
-        if isinstance(module, _Frozen):
-            return None
         if module.running_mean is None:
             raise UserError(
                 f"module {name!r} ({type(module).__name__}) has no running statistics to freeze: "
                 "use batch_norm='group'"
             )
-        kind = type(module)
-        module.__class__ = type(f"Frozen{kind.__name__}", (_Frozen, kind), {})
-        return module.eval()
+        frozen = FrozenBatchNorm(module.num_features, module.eps, affine=module.affine)
+        frozen.load_state_dict(module.state_dict())
+        frozen.weight, frozen.bias = module.weight, module.bias
+        return frozen.to(module.running_mean)
     channels = module.num_features
     # On (B, channels) a group has no pixels, only channels to take statistics from.
     groups = 1 if isinstance(module, nn.BatchNorm1d) else group_count(channels)
@@ -96,13 +119,6 @@ def _instead(name: str, module: nn.Module, batch_norm: str) -> nn.Module | None:
     if module.affine:
         put.weight, put.bias = module.weight, module.bias
     return put
-
-
-class _Frozen(nn.Module):
-    """Stays in evaluation mode whatever mode the network around it is put in."""
-
-    def train(self, mode: bool = True) -> Any:
-        return super().train(False)
 
 
 def _named(module: nn.Module) -> str:

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from xcal.errors import UserError
 from xcal.explain.inference import filled_up
 from xcal.training.clipping.book import Units
+from xcal.training.clipping.fallback import Fallback, NoRule
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.training.clipping.losses import Loss, check_independent
 from xcal.training.clipping.recorder import Recorded, record
@@ -145,12 +146,27 @@ class ClippingEngine:
     takes exactly so many (at most `chunk`), filled up with copies of one of its images that count
     for nothing, so that what a unit contributes does not depend on how many others were drawn; see
     `passes` for what this rests on.
+
+    `fallback="vmap"` (or `"loop"`, where vmap has no way) works through modules that have no rule
+    one sample at a time: exact, slower, and with memory for every sample's own copy of their
+    gradient. `dropout` lets layers draw at random, for every sample by itself; a step that is
+    redone then draws anew, so nothing that is replayed may use it.
     """
 
-    def __init__(self, model: nn.Module, *, chunk: int = 256, rows: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chunk: int = 256,
+        rows: int = 0,
+        fallback: str | None = None,
+        dropout: bool = False,
+    ) -> None:
         if chunk < 1:
             raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
-        _refuse_unsupported(model)
+        self._fallback = None if fallback is None else Fallback(fallback)
+        self._dropout = dropout
+        _refuse_unsupported(model, self._fallback, dropout)
         self._model = model
         self._rows = min(rows, chunk)
         self._chunk = self._rows or chunk
@@ -185,7 +201,7 @@ class ClippingEngine:
         """
         if not clip > 0:
             raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
-        _refuse_unsupported(self._model)
+        _refuse_unsupported(self._model, self._fallback, self._dropout)
         geometry.check(self._model)
         bound = Bound(clip, geometry)
         batch = _checked_batch(
@@ -220,6 +236,7 @@ class ClippingEngine:
             capture=capture,
             forward=batch.forward,
             loss=batch.loss,
+            fallback=self._fallback,
         )
         if batch.loss is not None and batch.loss is not self._trusted_loss:
             check_independent(batch.loss, seen.logits, batch.labels)
@@ -468,7 +485,7 @@ def _draws(module: nn.Module) -> bool:
     return not isinstance(module, _DropoutNd) or module.p > 0
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module, fallback: Fallback | None, dropout: bool) -> None:
     """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
@@ -478,19 +495,20 @@ def _refuse_unsupported(model: nn.Module) -> None:
             if pooled or learning or (isinstance(module, _BatchNorm) and module.training):
                 raise UserError(
                     f"{where} takes statistics from the batch, which mixes people's data: put it "
-                    "in evaluation mode (norm = frozen), or use group norm"
+                    "in evaluation mode (norm = frozen), or use group norm (fix does either)"
                 )
-        if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
+        draws = isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module)
+        if draws and not dropout:
             raise UserError(
                 f"{where} draws at random inside the network, which a redone step could not draw "
-                "again: remove it, or put it in evaluation mode"
+                "again: remove it, or put it in evaluation mode (or allow it with dropout=True "
+                "where no step is ever redone)"
             )
         trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
         if trainable and isinstance(module, _WITHOUT_RULE):
-            raise UserError(
-                f"{where} trains parameter {trainable[0]!r} but has no per-sample gradient rule: "
-                "freeze it (requires_grad = False), or use other layers"
-            )
+            if fallback is None:
+                raise NoRule(f"{name}.{trainable[0]}")
+            fallback.add(name)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             raise UserError(f"parameter {name!r} is {parameter.dtype}: train in float32 or float64")

@@ -11,7 +11,7 @@ some way no rule covers, and `refuse_other_uses` says which.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from xcal.errors import UserError
 from xcal.training.clipping.book import Book, Units
-from xcal.training.clipping.convolution import ConvShape
+from xcal.training.clipping.fallback import Fallback, NoRule
 from xcal.training.clipping.geometry import PLAIN, Geometry
 from xcal.training.clipping.layers import (
     Convolution,
@@ -36,6 +36,7 @@ from xcal.training.clipping.layers import (
 )
 from xcal.training.clipping.losses import Loss, per_sample
 from xcal.training.clipping.plain import Plain
+from xcal.training.clipping.volumes import Volume, VolumeShape
 
 
 class Recorder(TorchFunctionMode):
@@ -53,7 +54,12 @@ class Recorder(TorchFunctionMode):
         self._anchor = anchor
         self._time_first = False
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
-            F.conv2d: self._conv2d,
+            F.conv1d: self._convolution(1),
+            F.conv2d: self._convolution(2),
+            F.conv3d: self._convolution(3),
+            F.conv_transpose1d: self._transposed(1),
+            F.conv_transpose2d: self._transposed(2),
+            F.conv_transpose3d: self._transposed(3),
             F.linear: self._linear,
             F.group_norm: self._group_norm,
             F.batch_norm: self._batch_norm,
@@ -99,33 +105,77 @@ class Recorder(TorchFunctionMode):
         self._book.uses.update(used)
         return True
 
-    def _conv2d(
+    def _convolution(self, dims: int) -> Callable[..., Tensor | None]:
+        def convolution(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: int | Sequence[int] = 1,
+            padding: str | int | Sequence[int] = 0,
+            dilation: int | Sequence[int] = 1,
+            groups: int = 1,
+        ) -> Tensor | None:
+            names = self._convolved(x, weight, bias, dims)
+            if names is None:
+                return None
+            kernel, spread = tuple(weight.shape[2:]), _each(dilation, dims)
+            if isinstance(padding, str):
+                x, pads = _named_padding(x, padding, kernel, spread)
+            else:
+                pads = _each(padding, dims)
+            shape = VolumeShape(kernel, _each(stride, dims), pads, spread, groups)
+            return self._convolve(x, weight, bias, shape, names)
+
+        return convolution
+
+    def _transposed(self, dims: int) -> Callable[..., Tensor | None]:
+        def transposed(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: int | Sequence[int] = 1,
+            padding: int | Sequence[int] = 0,
+            output_padding: int | Sequence[int] = 0,
+            groups: int = 1,
+            dilation: int | Sequence[int] = 1,
+        ) -> Tensor | None:
+            names = self._convolved(x, weight, bias, dims)
+            if names is None:
+                return None
+            how = (_each(one, dims) for one in (stride, padding, dilation))
+            added = _each(output_padding, dims)
+            shape = VolumeShape(tuple(weight.shape[2:]), *how, groups, True, added)
+            return self._convolve(x, weight, bias, shape, names)
+
+        return transposed
+
+    def _convolved(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dims: int
+    ) -> tuple[str | None, str | None] | None:
+        """The names of what trains in a convolution; None if nothing does."""
+        names = self._name(weight), self._name(bias)
+        if names != (None, None) and x.dim() != dims + 2:
+            raise UserError(
+                f"the convolution with parameter {names[0] or names[1]!r} is given a "
+                f"{x.dim()}-dimensional input: give batches (B, C, …) of {dims + 2} dimensions"
+            )
+        return names if self._enter(x, "convolution", *names) else None
+
+    def _convolve(
         self,
         x: Tensor,
         weight: Tensor,
-        bias: Tensor | None = None,
-        stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-    ) -> Tensor | None:
-        names = self._name(weight), self._name(bias)
-        if x.dim() != 4:
-            if names != (None, None):
-                raise UserError(
-                    f"the convolution with parameter {names[0] or names[1]!r} is given a "
-                    f"{x.dim()}-dimensional input: give batches of images (B, C, H, W)"
-                )
-            return None
-        if not self._enter(x, "convolution", *names):
-            return None
-        kernel, spread = _two(weight.shape[2:]), _two(dilation)
-        if isinstance(padding, str):
-            x, pads = _named_padding(x, padding, kernel, spread)
-        else:
-            pads = _two(padding)
-        shape = ConvShape(kernel, _two(stride), pads, spread, groups, _four(weight.shape))
-        return apply(Convolution, x, self._anchor, weight, bias, shape, names, self._book)
+        bias: Tensor | None,
+        shape: VolumeShape,
+        names: tuple[str | None, str | None],
+    ) -> Tensor:
+        if len(shape.kernel) == 1:  # a line is an image one pixel high
+            x, weight, shape = x.unsqueeze(2), weight.detach().unsqueeze(2), shape.one_more()
+            return self._convolve(x, weight, bias, shape, names).squeeze(2)
+        flat = None if shape.transposed else shape.flat(weight)
+        if flat is not None:
+            return apply(Convolution, x, self._anchor, weight, bias, flat, names, self._book)
+        return apply(Volume, x, self._anchor, weight, bias, shape, names, self._book)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if self._plain.sources(x) is not None:
@@ -326,18 +376,42 @@ def record(
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
     loss: Loss | None = None,
+    fallback: Fallback | None = None,
 ) -> Recorded:
     """Run the network forward and back once on the weighted sum of losses (cross-entropies).
 
     `forward` stands for the network where `images` have been through its frozen beginning.
     """
+    while True:
+        try:
+            return _record(
+                model, images, labels, weights, Book(units, images.device, geometry),
+                capture, forward or model, loss, fallback,
+            )  # fmt: skip
+        except NoRule as missing:
+            if fallback is None or not fallback.add(missing.module):
+                raise
+
+
+def _record(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    book: Book,
+    capture: str | None,
+    forward: Callable[[Tensor], Tensor],
+    loss: Loss | None,
+    fallback: Fallback | None,
+) -> Recorded:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    book = Book(units, images.device, geometry)
     with torch.enable_grad():
         anchor = weights.new_zeros((), requires_grad=True)
         plain = Plain(model, len(images), book, anchor)
-        with _captured(model, capture) as caught, Recorder(plain, len(images), book, anchor):
-            output = (forward or model)(images)
+        slower = nullcontext() if fallback is None else fallback.entered(model, plain, len(images))
+        recorder = Recorder(plain, len(images), book, anchor)
+        with slower, _captured(model, capture) as caught, recorder:
+            output = forward(images)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.shape[:1] != images.shape[:1]:
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -391,35 +465,27 @@ def refuse_other_uses(output: Tensor, names: Mapping[int, str]) -> None:
             continue
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
-            raise UserError(
-                f"parameter {name!r} is used by an operation that has no per-sample gradient "
-                "rule: freeze it (requires_grad = False), or use Conv2d, Linear or GroupNorm"
-            )
+            raise NoRule(name)
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
 
 
-def _two(value: int | Sequence[int]) -> tuple[int, int]:
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for every dimension."""
     if isinstance(value, int):
-        return value, value
-    first, second = value if len(value) == 2 else (value[0], value[0])
-    return first, second
-
-
-def _four(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    a, b, c, d = shape
-    return a, b, c, d
+        return (value,) * dims
+    return tuple(value) if len(value) == dims else (value[0],) * dims
 
 
 def _named_padding(
-    x: Tensor, padding: str, kernel: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[Tensor, tuple[int, int]]:
+    x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
     """'valid' and 'same' as symmetric padding, after padding `x` by the odd pixel if there is."""
     if padding == "valid":
-        return x, (0, 0)
-    high, wide = (spread * (size - 1) for spread, size in zip(dilation, kernel, strict=True))
-    if high % 2 or wide % 2:
-        x = F.pad(x, (0, wide % 2, 0, high % 2))
-    return x, (high // 2, wide // 2)
+        return x, (0,) * len(kernel)
+    reach = [spread * (size - 1) for spread, size in zip(dilation, kernel, strict=True)]
+    if any(one % 2 for one in reach):
+        x = F.pad(x, [edge for one in reversed(reach) for edge in (0, one % 2)])
+    return x, tuple(one // 2 for one in reach)
