@@ -407,3 +407,32 @@ def test_dropout_is_drawn_for_every_sample_by_itself():
         alone = engine.clipped_sum(images[:1], wanted[:1], clip=1e-3)
         squares = [float(g.square().sum()) for g in alone.gradients.values()]
         assert sum(squares) ** 0.5 == pytest.approx(1e-3, rel=1e-9)
+
+
+class TurnedAbout(nn.Module):
+    """Linear layers on (time, batch, features): right only while nobody clips by rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("places", [3, 4, 5])
+def test_as_many_places_as_samples_do_not_pass_for_the_batch(places):
+    model = shaken(Tokens(TurnedAbout()))
+    with pytest.raises(UserError):
+        ClippingEngine(model).clipped_sum(drawn(places, places, 6), labels(places), clip=1.0)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+def test_a_network_that_mixes_samples_is_refused():
+    with pytest.raises(UserError, match="one sample at a time"):
+        model = shaken(Tokens(nn.Linear(6, 6), Mean()))
+        ClippingEngine(model).clipped_sum(drawn(4, 5, 6), labels(4), clip=1.0)

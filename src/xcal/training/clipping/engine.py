@@ -17,6 +17,7 @@ from xcal.training.clipping.book import Units
 from xcal.training.clipping.fallback import Fallback, NoRule
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.training.clipping.losses import Loss, check_independent
+from xcal.training.clipping.probe import check_rules
 from xcal.training.clipping.recorder import Recorded, record
 
 # Their parameters go into operations that have no rule, and nothing in them may train.
@@ -208,6 +209,7 @@ class ClippingEngine:
             images, labels, units, n_units, dtype=self._dtype(images), simplify=not self._rows
         )
         batch = replace(batch, forward=forward, loss=loss)
+        check_rules(self._model, images, labels, forward, loss, self._fallback)
         if images.is_cuda:
             # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
