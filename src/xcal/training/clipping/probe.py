@@ -2,8 +2,8 @@
 
 The rules go by shapes: what has as many rows as there are samples is taken for the batch. A network
 from elsewhere may turn its dimensions about, and two sizes may happen to be equal. So three made-up
-samples go through it together and one at a time, with other weights than its own (those may be
-zero, or a stranger's), and both must give the same gradients.
+samples go through it together and one at a time, with made-up weights (its own may be zero, or a
+stranger's), and both must give the same gradients.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _agree(
     samples = _made_up(inputs, source, dtype)
     if targets.is_floating_point():
         targets = targets.to(dtype)
-    with _reparametrize_module(model, _stranger(model, source, dtype), tie_weights=True):
+    with _reparametrize_module(model, _made_up_weights(model, source, dtype), tie_weights=True):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         units, weights = Units(_SAMPLES), samples.new_ones(_SAMPLES, dtype=dtype)
         seen = record(
@@ -121,17 +121,18 @@ def _agree(
     return True
 
 
-def _stranger(
+def _made_up_weights(
     model: nn.Module, source: torch.Generator, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Other weights than the network's own, and its buffers, in this type."""
+    """Made-up weights, and the network's own buffers, in this type."""
     state = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in model.named_buffers()
     }
     for name, value in model.named_parameters():
-        drawn = torch.randn(2, *value.shape, generator=source).to(value.device, dtype)
-        other = value.detach().to(dtype) * (1 + 0.1 * drawn[0]) + 0.02 * drawn[1]
+        drawn = torch.randn(value.shape, generator=source).to(value.device, dtype)
+        # Weights by the number of their inputs, scales and shifts around one.
+        other = drawn / value[0].numel() ** 0.5 if value.dim() > 1 else 1 + 0.2 * drawn
         state[name] = other.requires_grad_(value.requires_grad)
     return state
 
