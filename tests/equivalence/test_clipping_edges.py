@@ -230,7 +230,10 @@ def test_what_has_no_rule_is_refused_by_name_at_the_start(case):
     [
         (Sneaky(), "'body.1.weight'"),
         (Reshuffling(), "'mix.weight'"),
-        (nn.Sequential(nn.LayerNorm([3, 3, 12, 12]), nn.Flatten(), nn.Linear(432, 4)), "'0.weight'"),
+        (
+            nn.Sequential(nn.LayerNorm([3, 3, 12, 12]), nn.Flatten(), nn.Linear(432, 4)),
+            "'0.weight'",
+        ),
     ],
 )
 def test_what_only_shows_in_use_is_refused_by_name(model, name):
@@ -252,7 +255,9 @@ class Doubled(nn.Module):
 
 def test_frozen_layers_without_a_rule_may_stay():
     torch.manual_seed(0)
-    model = nn.Sequential(Doubled(nn.Bilinear(12, 12, 12)), nn.Flatten(), nn.Linear(432, 4)).double()
+    model = nn.Sequential(
+        Doubled(nn.Bilinear(12, 12, 12)), nn.Flatten(), nn.Linear(432, 4)
+    ).double()
     model[0].requires_grad_(False)
     images, labels = batch(3)
     found = ClippingEngine(model).clipped_sum(images, labels, clip=0.1)

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from xcal.errors import UserError
 from xcal.models.layers import FrozenBatchNorm2d, group_count
-
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -62,7 +61,7 @@ def fix(model: nn.Module, *, batch_norm: str = "group") -> tuple[nn.Module, list
             "statistics)"
         )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter):
             raise UserError(
                 f"parameter {name!r} has no shape yet: give the network a batch before you fix it"
             )

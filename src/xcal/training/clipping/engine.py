@@ -133,7 +133,7 @@ class _Batch:
 
 
 class ClippingEngine:
-    """Sums of clipped per-unit gradients of a network's mean cross-entropy.
+    """Sums of clipped per-unit gradients of a network's mean loss (cross-entropy if none is given).
 
     Guaranteed: each unit moves the sum by at most `clip` in Euclidean norm over all trainable
     parameters together, whatever its images hold, as long as the network treats the images of a
@@ -313,7 +313,11 @@ class ClippingEngine:
         back = torch.argsort(torch.cat(order))
         shown = [part for part in features if part is not None]
         return ClippedSum(
-            {name: total[name].to(p.dtype) for name, p in self._model.named_parameters() if name in total},
+            {
+                name: total[name].to(p.dtype)
+                for name, p in self._model.named_parameters()
+                if name in total
+            },
             torch.cat(logits)[back],
             torch.cat(shown)[back] if shown else None,
             norms,

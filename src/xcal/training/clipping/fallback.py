@@ -64,7 +64,7 @@ class Fallback:
                         f"module {name!r} has a forward of its own as an attribute, so it cannot "
                         "be worked through one sample at a time: define it in the class"
                     )
-                module.forward = _apart(name, module, self.way, plain, count)  # type: ignore[method-assign]
+                module.forward = _apart(name, module, self.way, plain, count)
                 changed.append(module)
             yield
         finally:
@@ -72,13 +72,14 @@ class Fallback:
                 del module.forward
 
 
-def _apart(
-    name: str, module: nn.Module, way: str, plain: Plain, count: int
-) -> Callable[..., Any]:
+def _apart(name: str, module: nn.Module, way: str, plain: Plain, count: int) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
         batched = [isinstance(one, Tensor) and not plain.constant(one) for one in leaves]
-        if any(is_data and one.shape[:1] != (count,) for one, is_data in zip(leaves, batched, strict=True)):
+        if any(
+            is_data and one.shape[:1] != (count,)
+            for one, is_data in zip(leaves, batched, strict=True)
+        ):
             raise UserError(
                 f"module {name!r} is given something whose first dimension is not the {count} "
                 "samples of the batch, so they cannot be told apart: keep the batch first"
@@ -110,7 +111,7 @@ def _apart(
                     alone = tree_map(lambda *parts: torch.stack(parts), *each)
                 return tree_map(lambda own, all_: _together(name, own, all_), alone, whole)
         finally:
-            module.forward = mine  # type: ignore[method-assign]
+            module.forward = mine
 
     return forward
 

@@ -124,7 +124,7 @@ class Plain:
         name = f"\0{id(tensor)}"
         self._followed[name] = tensor
         # Explicit rows, one per unit, are what can be followed back and added to others.
-        self._book.uses.update({one: 2 for one in (name, *sources)})
+        self._book.uses.update(dict.fromkeys((name, *sources), 2))
         return name
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -214,7 +214,7 @@ class Plain:
             return copies.expand(value.shape)
         if self._count == 1:
             return self.lift(value)[:, 0]
-        self._book.uses.update({one: 2 for one in self.sources(value) or ()})
+        self._book.uses.update(dict.fromkeys(self.sources(value) or (), 2))
 
         def deliver(g: Tensor) -> None:
             self._by_row.append((value, g))

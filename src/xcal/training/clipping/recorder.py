@@ -142,9 +142,15 @@ class Recorder(TorchFunctionMode):
             names = self._convolved(x, weight, bias, dims)
             if names is None:
                 return None
-            how = (_each(one, dims) for one in (stride, padding, dilation))
-            added = _each(output_padding, dims)
-            shape = VolumeShape(tuple(weight.shape[2:]), *how, groups, True, added)
+            shape = VolumeShape(
+                tuple(weight.shape[2:]),
+                _each(stride, dims),
+                _each(padding, dims),
+                _each(dilation, dims),
+                groups,
+                transposed=True,
+                added=_each(output_padding, dims),
+            )
             return self._convolve(x, weight, bias, shape, names)
 
         return transposed
