@@ -9,7 +9,8 @@ from torch import nn
 
 from against_reference import assert_exact
 from xcal.errors import UserError
-from xcal.training.clipping import ClippingEngine
+from xcal.training.clipping import ClippingEngine, Geometry
+from xcal.training.clipping.reference import one_at_a_time
 
 CLASSES = 3
 
@@ -436,3 +437,42 @@ def test_a_network_that_mixes_samples_is_refused():
     model = shaken(Tokens(nn.Linear(6, 6), Mean()))
     with pytest.raises(UserError, match="one sample at a time"):
         ClippingEngine(model).clipped_sum(drawn(4, 5, 6), labels(4), clip=1.0)
+
+
+class Everything(nn.Module):
+    """Each kind of use once, for weights of channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(4, 6)
+        self.up = nn.ConvTranspose1d(6, 8, 2)
+        self.volume = nn.Conv3d(1, 2, 2)
+        self.both = nn.Parameter(torch.ones(2, 6, 8))
+        self.norm = nn.LayerNorm(6)
+        self.token = nn.Parameter(torch.ones(1, 1, 6))
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, ids):
+        x = torch.tanh(self.up(self.words(ids).mT)).mT
+        x = x + self.volume(x.unflatten(-1, (2, 4)).unsqueeze(1)).mean((1, 2, 3, 4)).view(-1, 1, 1)
+        x = F.linear(x, self.both[0]) + F.linear(x, self.both[1])
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.norm(x)], dim=1)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_scaled_geometry_reaches_every_kind_of_use(whole):
+    model = shaken(Everything())
+    ids = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(2))
+    weights = {
+        name: (2.0,) if whole else tuple(1.0 + 0.5 * i for i in range(len(p)))
+        for name, p in model.named_parameters()
+    }
+    geometry = Geometry(weights)
+    for units in (None, torch.tensor([0, 1, 1, 2, 0])):
+        found = ClippingEngine(model).clipped_sum(
+            ids, labels(5), clip=1.5, geometry=geometry, units=units
+        )
+        expected = one_at_a_time(model, ids, labels(5), clip=1.5, geometry=geometry, units=units)
+        for name, part in expected.items():
+            assert float((found.gradients[name] - part).abs().max()) < 1e-10, name
