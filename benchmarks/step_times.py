@@ -16,7 +16,9 @@ from xcal.federation.folder import command
 
 
 def main(
-    network: list[str] = typer.Option([], help="resnet18 or efficientnet_b0; both if not given."),
+    network: list[str] = typer.Option(
+        [], help="resnet18, efficientnet_b0 (both if none is given), densenet121 or vit."
+    ),
     pixels: list[int] = typer.Option([], help="64 or 128; both if not given."),
     variants: str | None = typer.Option(None, help="Comma-separated; all if not given."),
     rounds: int = typer.Option(ROUNDS, help="Interleaved repetitions."),

@@ -44,6 +44,40 @@ class Twice(nn.Module):
         return self.body(F.avg_pool2d(self.body(x), 2, ceil_mode=True))
 
 
+class Places(nn.Module):
+    """Pixels as places of a transformer, beside a class token, and back."""
+
+    def __init__(self, channels, kind):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, channels))
+        self.shift = nn.Parameter(torch.zeros(channels))
+        self.norm = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}.get(kind, nn.Identity)(channels)
+        self.mix = nn.Linear(channels, channels, bias=kind != "rms")
+        self.attention = None
+        if kind == "attention":
+            self.attention = nn.MultiheadAttention(channels, 1, batch_first=True)
+
+    def forward(self, x):
+        places = torch.cat([self.token.expand(len(x), -1, -1), x.flatten(2).mT], dim=1)
+        places = self.mix(self.norm(places)) + self.shift
+        if self.attention is not None:
+            places = places + self.attention(places, places, places)[0]
+        return x + (places[:, 1:] * places[:, :1]).mT.reshape(x.shape)
+
+
+class Scale(nn.Module):
+    """Layer scale, and a weight that is made anew in every pass."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(channels))
+        self.table = nn.Parameter(torch.ones(channels, channels, 1, 1))
+
+    def forward(self, x):
+        normed = self.table / (1 + self.table.square().sum(1, keepdim=True))
+        return self.gamma.view(1, -1, 1, 1) * F.conv2d(x, normed)
+
+
 @st.composite
 def convolutions(draw, channels, keeps_shape=False):
     groups = draw(st.sampled_from([g for g in (1, 2, channels) if channels % g == 0]))
@@ -80,7 +114,8 @@ def networks(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     channels, layers = 2, []
     for _ in range(draw(st.integers(1, 4))):
-        kind = draw(st.sampled_from(["conv", "conv", "residual", "gate", "twice"]))
+        kinds = ["conv", "conv", "residual", "gate", "twice", "places", "scale", "transposed"]
+        kind = draw(st.sampled_from(kinds))
         if kind == "conv":
             layers.append(draw(convolutions(channels)))
             channels = layers[-1].out_channels
@@ -88,6 +123,18 @@ def networks(draw):
             layers.append(Residual(draw(convolutions(channels, keeps_shape=True))))
         elif kind == "gate":
             layers.append(Gate(channels))
+        elif kind == "places":
+            inside = draw(st.sampled_from(["plain", "layer", "rms", "attention"]))
+            layers.append(Places(channels, inside))
+        elif kind == "scale":
+            layers.append(Scale(channels))
+        elif kind == "transposed":
+            stride = draw(st.sampled_from([1, 2]))
+            kernel, outputs = draw(st.sampled_from([1, 3])), draw(st.integers(2, 5))
+            layers.append(
+                nn.ConvTranspose2d(channels, outputs, kernel, stride, output_padding=stride - 1)
+            )
+            channels = outputs
         else:
             layers.append(Twice(draw(convolutions(channels, keeps_shape=True))))
         after = draw(st.sampled_from(["none", "group", "frozen"]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from peers.memory import memory_growth
-from peers.variants import NETWORKS, SECURE_INLINE, VARIANTS, Setting, Step, make_step
+from peers.variants import FOREIGN, NETWORKS, SECURE_INLINE, VARIANTS, Setting, Step, make_step
 from xcal.errors import UserError
 
 ROUNDS = 15
@@ -40,7 +40,7 @@ def run_bench(
     divided by the plain step of the same round. A variant that cannot run has nulls and a reason.
     The row of `ours-secure-noise` has also `ratio_without_ahead`, with noise drawn in the step.
     """
-    _check("network", networks, NETWORKS)
+    _check("network", networks, (*NETWORKS, *FOREIGN))
     _check("variant", variants, VARIANTS)
     if rounds < 1 or any(count < 1 for count in threads) or any(size < 32 for size in pixels):
         raise UserError("the benchmark needs at least 1 round, 1 thread and 32 pixels")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.fix import fix
 from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise, SeededNoise, release_tensors
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.errors import UserError
@@ -33,6 +34,40 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 NETWORKS = tuple(BUILDERS)
 
+
+class _First(nn.Module):
+    """MONAI's ViT gives its hidden states as well."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.inner(images)[0]
+        return scores
+
+
+def _densenet121(_: int) -> nn.Module:
+    from monai.networks.nets import DenseNet121
+
+    return fix(DenseNet121(spatial_dims=2, in_channels=3, out_channels=CLASSES))[0]
+
+
+def _vit(pixels: int) -> nn.Module:
+    from monai.networks.nets import ViT
+
+    return _First(
+        ViT(
+            in_channels=3, img_size=(pixels, pixels), patch_size=(8, 8), hidden_size=192,
+            mlp_dim=768, num_layers=12, num_heads=3, classification=True, num_classes=CLASSES,
+            spatial_dims=2, post_activation="",
+        )
+    )  # fmt: skip
+
+
+# Networks of MONAI, as a user brings them; only if asked for.
+FOREIGN: dict[str, Callable[[int], nn.Module]] = {"densenet121": _densenet121, "vit": _vit}
+
 CLASSES = 8
 CLIP = 1.0
 SIGMA = 1.0
@@ -48,6 +83,9 @@ class Setting:
     batch: int = 32
 
     def model(self) -> nn.Module:
+        if self.network in FOREIGN:
+            torch.manual_seed(0)
+            return FOREIGN[self.network](self.pixels).train()
         return BUILDERS[self.network](CLASSES, norm="group", seed=0).train()
 
     def data(self) -> tuple[Tensor, Tensor]:
@@ -100,7 +138,7 @@ def _ours(
     engine = ClippingEngine(model)
     source = SeededNoise(0) if noise is None else noise
     parameters = dict(model.named_parameters())
-    cam_layer = str(model.cam_layer)
+    cam_layer = getattr(model, "cam_layer", None)
 
     def run(index: int) -> None:
         with_signal = signal is not None and index % every == 0

@@ -150,12 +150,32 @@ class Layers(nn.Module):
         return self.head(self.third(self.second(self.first(images))).mean(dim=(2, 3)))
 
 
-def test_no_weights_at_all_carry_a_unit_past_the_norm() -> None:
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 4, 2, bias=False)
+        self.first = nn.Linear(4, 16)
+        self.token = nn.Parameter(torch.ones(1, 1, 16))
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.gamma = nn.Parameter(torch.ones(16))
+        self.second = nn.Linear(16, 40, bias=False)
+        self.norm = nn.LayerNorm(40)
+        self.head = nn.Linear(40, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(self.up(images)[..., ::3, ::3].flatten(2).mT)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        x = x + self.gamma * self.attention(x, x, x)[0]
+        return self.head(self.norm(self.second(x)).mean(1))
+
+
+@pytest.mark.parametrize("kind", [Layers, Transformer])
+def test_no_weights_at_all_carry_a_unit_past_the_norm(kind: type[nn.Module]) -> None:
     """Weights, channels and pixels of every size at once, as somebody who searches would try."""
     generator = torch.Generator().manual_seed(5)
     seen = 0
     for trial in range(150):
-        network, reach = Layers(), 1.0 + trial % 30
+        network, reach = kind(), 1.0 + trial % 30
 
         def sizes(*shape: int, reach: float = reach) -> Tensor:
             exponents = (2 * torch.rand(*shape, generator=generator) - 1) * reach

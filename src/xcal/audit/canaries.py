@@ -126,7 +126,7 @@ class CanaryEngine(ClippingEngine):
     """The real clipping engine, with the drawn gradient canaries added to its sum."""
 
     def __init__(
-        self, model: nn.Module, *, data: CanaryData, directions: Directions, **sizes: int
+        self, model: nn.Module, *, data: CanaryData, directions: Directions, **sizes: Any
     ) -> None:
         super().__init__(model, **sizes)
         self._data, self._directions = data, directions

@@ -12,26 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcal.dp.fix import FrozenBatchNorm2d, group_count
 from xcal.errors import UserError
 
 Norm = Literal["group", "frozen"]
-
-_MOST_GROUPS = 32
-_FEWEST_CHANNELS_A_GROUP = 4
-
-
-class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm as a public affine map: its statistics are read from a file and never updated.
-
-    It stays in evaluation mode whatever mode the network around it is put in.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.training = False
-
-    def train(self, mode: bool = True) -> FrozenBatchNorm2d:
-        return super().train(False)
 
 
 class PublicConstants(nn.Module, ABC):
@@ -65,12 +49,6 @@ def _halved(x: Tensor) -> Tensor:
     before = F.pad(odd, (1, 0), value=-math.inf)[..., :columns]
     after = F.pad(odd, (0, columns - odd.shape[-1]), value=-math.inf)
     return torch.maximum(torch.maximum(even, after), before)
-
-
-def group_count(channels: int) -> int:
-    """The most groups, up to 32, that divide the channels into groups of at least 4."""
-    fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0)
-    return next((g for g in fitting if channels // g >= _FEWEST_CHANNELS_A_GROUP), 1)
 
 
 def norm_maker(norm: str) -> Callable[[int], nn.Module]:

@@ -4,8 +4,11 @@
 stand-ins of `layers.py` in the place of the few operations that hold trainable parameters; during
 the backward pass these leave in a `tape.Tape` what is needed to know each unit's gradient norm
 and, once the clipping factors are known, to form the weighted sum without a second backward pass.
-`geometry.py` says in which norm units are clipped, `convolution.py` is the arithmetic,
-`reference.py` the slow definition that all of it must equal.
+`geometry.py` says in which norm units are clipped, `convolution.py` is the arithmetic
+(`volumes.py`: of volumes and of transposed convolutions), `reference.py` the slow definition that
+all of it must equal. Parameters that a network adds or multiplies by itself are followed by
+`plain.py`; what has no rule may go one sample at a time (`fallback.py`); `probe.py` looks whether
+all this fits a network; `losses.py` are the losses.
 """
 
 from __future__ import annotations

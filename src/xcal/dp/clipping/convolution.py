@@ -90,6 +90,10 @@ def summed_weight_gradient(
     """The weight gradient summed over all images, as in an ordinary backward pass."""
     if shape.pointwise and g.shape[2] * g.shape[3] == 1:
         return (g.flatten(1).T @ x.flatten(1)).view(shape.weight_shape)
+    if shape.pointwise and g.stride(1) == x.stride(1) == 1:
+        # Places of a linear layer: their features stand side by side in memory.
+        outer, inner = (part.flatten(2).transpose(1, 2).flatten(0, 1) for part in (g, x))
+        return (outer.T @ inner).view(shape.weight_shape)
     if patches is not None:
         outer = g.flatten(2).transpose(0, 1).reshape(g.shape[1], -1)
         return (outer @ patches).view(shape.weight_shape)

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
+from xcal.dp.clipping.losses import Loss, check_independent
+from xcal.dp.clipping.probe import check_rules
 from xcal.dp.clipping.recorder import INSTEAD_OF_BATCH_NORM, Recorded, record
 from xcal.dp.clipping.tape import Units
 from xcal.dp.padding import filled_up
 from xcal.errors import UserError
 
-# A module of another kind may stand in the network, but nothing in it may train.
-_TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
+# Their parameters go into operations that have no rule, and nothing in them may train.
+_WITHOUT_RULE = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 
 # Norms in float32 carry rounding errors; clipping this much lower keeps the promise all the same.
 _FLOAT32_MARGIN = 1e-3
@@ -92,14 +95,15 @@ class _Batch:
     weights: Tensor
     units: Units
     forward: Callable[[Tensor], Tensor] | None = None
+    loss: Loss | None = None
 
     def take(self, image_ids: Tensor, units: Units) -> _Batch:
-        return _Batch(
-            self.images[image_ids],
-            self.labels[image_ids],
-            self.weights[image_ids],
-            units,
-            self.forward,
+        return replace(
+            self,
+            images=self.images[image_ids],
+            labels=self.labels[image_ids],
+            weights=self.weights[image_ids],
+            units=units,
         )
 
     def of_rows(self, rows: int) -> _Batch:
@@ -112,12 +116,12 @@ class _Batch:
             _, of_image = torch.unique(of_image, return_inverse=True)
             added = torch.arange(rows - len(of_image), device=of_image.device)
             of_image = torch.cat([of_image, added + int(of_image.max()) + 1])
-        return _Batch(
-            filled_up(self.images, rows),
-            filled_up(self.labels, rows),
-            filled_up(self.weights, rows),
-            Units(rows, of_image, alike=True),
-            self.forward,
+        return replace(
+            self,
+            images=filled_up(self.images, rows),
+            labels=filled_up(self.labels, rows),
+            weights=filled_up(self.weights, rows),
+            units=Units(rows, of_image, alike=True),
         )
 
     def present(self) -> Tensor:
@@ -129,7 +133,7 @@ class _Batch:
 
 
 class ClippingEngine:
-    """Sums of clipped per-unit gradients of a network's mean cross-entropy.
+    """Sums of clipped per-unit gradients of a network's mean loss (cross-entropy if none is given).
 
     Guaranteed: each unit moves the sum by at most `clip` in Euclidean norm over all trainable
     parameters together, whatever its images hold, as long as the network treats the images of a
@@ -143,15 +147,31 @@ class ClippingEngine:
     takes exactly so many (at most `chunk`), filled up with copies of one of its images that count
     for nothing, so that what a unit contributes does not depend on how many others were drawn; see
     `passes` for what this rests on.
+
+    `fallback="vmap"` (or `"loop"`, where vmap has no way) works through modules that have no rule
+    one sample at a time: exact, slower, and with memory for every sample's own copy of their
+    gradient. `dropout` lets layers draw at random, for every sample by itself; a step that is
+    redone then draws anew, so nothing that is replayed may use it.
     """
 
-    def __init__(self, model: nn.Module, *, chunk: int = 256, rows: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chunk: int = 256,
+        rows: int = 0,
+        fallback: str | None = None,
+        dropout: bool = False,
+    ) -> None:
         if chunk < 1:
             raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
-        _refuse_unsupported(model)
+        self._fallback = None if fallback is None else Fallback(fallback)
+        self._dropout = dropout
+        _refuse_unsupported(model, self._fallback, dropout)
         self._model = model
         self._rows = min(rows, chunk)
         self._chunk = self._rows or chunk
+        self._trusted_loss: Loss | None = None
 
     def clipped_sum(
         self,
@@ -164,6 +184,7 @@ class ClippingEngine:
         n_units: int | None = None,
         capture: str | None = None,
         forward: Callable[[Tensor], Tensor] | None = None,
+        loss: Loss | None = None,
     ) -> ClippedSum:
         """The sum over units of their gradients, each scaled down to norm `clip` if longer.
 
@@ -176,15 +197,19 @@ class ClippingEngine:
         is no class, contributes exactly 0. A batch may be empty.
 
         `forward` gives the logits where `images` are not the network's input but what its frozen
-        beginning made of it, image by image.
+        beginning made of it, image by image. `loss(output, labels)` gives one number per image, by
+        that image alone; without it, cross-entropy with class numbers or with soft targets.
         """
         if not clip > 0:
             raise UserError(f"clip is {clip}: the clipping norm must be greater than 0")
-        _refuse_unsupported(self._model)
+        _refuse_unsupported(self._model, self._fallback, self._dropout)
         geometry.check(self._model)
         bound = Bound(clip, geometry)
-        batch = _checked_batch(images, labels, units, n_units, simplify=not self._rows)
-        batch = replace(batch, forward=forward)
+        batch = _checked_batch(
+            images, labels, units, n_units, dtype=self._dtype(images), simplify=not self._rows
+        )
+        batch = replace(batch, forward=forward, loss=loss)
+        check_rules(self._model, images, labels, forward, loss, self._fallback)
         if images.is_cuda:
             # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
             with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -212,7 +237,12 @@ class ClippingEngine:
             geometry=bound.geometry,
             capture=capture,
             forward=batch.forward,
+            loss=batch.loss,
+            fallback=self._fallback,
         )
+        if batch.loss is not None and batch.loss is not self._trusted_loss:
+            check_independent(batch.loss, seen.logits, batch.labels)
+            self._trusted_loss = batch.loss
         if len(batch.images) == count:
             return seen
         return Recorded(
@@ -235,7 +265,7 @@ class ClippingEngine:
         if dropped.any():
             gradients, dropped = self._without(batch, dropped, bound)
         else:
-            limit = bound.norm / (1 + _margin(seen.logits.dtype))
+            limit = bound.norm / (1 + self._margin())
             factors = _factors(limit, measured)
             if self._rows:
                 factors[len(present) :] = 0  # copies of an image that is finite: nothing is left
@@ -283,7 +313,11 @@ class ClippingEngine:
         back = torch.argsort(torch.cat(order))
         shown = [part for part in features if part is not None]
         return ClippedSum(
-            {name: value.to(batch.images.dtype) for name, value in total.items()},
+            {
+                name: total[name].to(p.dtype)
+                for name, p in self._model.named_parameters()
+                if name in total
+            },
             torch.cat(logits)[back],
             torch.cat(shown)[back] if shown else None,
             norms,
@@ -311,7 +345,7 @@ class ClippingEngine:
         if dropped:
             total = {}
         elif norm > 0:
-            limit = bound.norm / (1 + _margin(logits[0].dtype))
+            limit = bound.norm / (1 + self._margin())
             factor = float(_factors(limit, torch.tensor(norm, dtype=torch.float64)))
             total = {name: gradient * factor for name, gradient in total.items()}
         shown = [part for part in features if part is not None]
@@ -329,8 +363,13 @@ class ClippingEngine:
         """Zeros, with the shapes that a blank image of the same size shows."""
         blank = batch.images.new_zeros(1, *batch.images.shape[1:])
         nobody = batch.units.count
-        single = _Batch(
-            blank, batch.labels.new_zeros(1), blank.new_ones(1), Units(1), batch.forward
+        single = replace(
+            batch,
+            images=blank,
+            labels=batch.labels.new_zeros(1, *batch.labels.shape[1:]),
+            weights=batch.weights.new_ones(1),
+            units=Units(1),
+            loss=_any_loss,
         )
         one = self._clip_together(single, bound, capture)
         return replace(
@@ -341,6 +380,16 @@ class ClippingEngine:
             norms=one.norms.new_zeros(nobody),
             dropped=one.dropped.new_zeros(nobody),
         )
+
+    def _margin(self) -> float:
+        types = {p.dtype for p in self._model.parameters() if p.requires_grad}
+        return 0.0 if types <= {torch.float64} else _FLOAT32_MARGIN
+
+    def _dtype(self, images: Tensor) -> torch.dtype:
+        """In which losses are weighted: words come as integers."""
+        if images.is_floating_point():
+            return images.dtype
+        return next((p.dtype for p in self._model.parameters()), torch.float32)
 
     def _every_parameter(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """In the network's own order and shapes, zeros for parameters the loss did not reach."""
@@ -355,6 +404,11 @@ class ClippingEngine:
         }
 
 
+def _any_loss(output: Tensor, _: Tensor) -> Tensor:
+    """Of a blank image, of which only shapes are looked at."""
+    return output.flatten(1).sum(1)
+
+
 def _factors(limit: float, norms: Tensor) -> Tensor:
     """What each unit's gradient is multiplied by, in float64.
 
@@ -365,16 +419,13 @@ def _factors(limit: float, norms: Tensor) -> Tensor:
     return torch.where(factors < _SMALLEST_FACTOR, 0.0, factors)
 
 
-def _margin(dtype: torch.dtype) -> float:
-    return 0.0 if dtype == torch.float64 else _FLOAT32_MARGIN
-
-
 def _checked_batch(
     images: Tensor,
     labels: Tensor,
     units: Tensor | None,
     n_units: int | None,
     *,
+    dtype: torch.dtype,
     simplify: bool,
 ) -> _Batch:
     """With `simplify`, units that happen to have one image each are treated as if all did.
@@ -382,16 +433,16 @@ def _checked_batch(
     That spares time, and it depends on who was drawn.
     """
     count = len(images)
-    if labels.shape != (count,):
+    if labels.shape[:1] != (count,):
         raise UserError(
             f"{count} images come with labels of shape {tuple(labels.shape)}: give one class "
             "number per image"
         )
-    images, labels = images.detach(), labels.long()
+    images, labels = images.detach(), labels.detach()
     if units is None:
         if n_units not in (None, count):
             raise UserError(f"n_units is {n_units} for {count} images: say which unit each is of")
-        return _Batch(images, labels, images.new_ones(count), Units(count))
+        return _Batch(images, labels, images.new_ones(count, dtype=dtype), Units(count))
     if units.shape != (count,):
         raise UserError(
             f"{count} images come with units of shape {tuple(units.shape)}: give one unit number "
@@ -407,9 +458,9 @@ def _checked_batch(
         and declared == count
         and torch.equal(units, torch.arange(count, device=units.device))
     ):
-        return _Batch(images, labels, images.new_ones(count), Units(count))
+        return _Batch(images, labels, images.new_ones(count, dtype=dtype), Units(count))
     sizes = torch.bincount(units, minlength=declared)
-    return _Batch(images, labels, 1 / sizes.to(images.dtype)[units], Units(declared, units))
+    return _Batch(images, labels, 1 / sizes.to(dtype)[units], Units(declared, units))
 
 
 def _chunks(units: Units, images: int, limit: int) -> Iterator[tuple[Tensor, Tensor, Units]]:
@@ -440,7 +491,7 @@ def _draws(module: nn.Module) -> bool:
     return not isinstance(module, _DropoutNd) or module.p > 0
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module, fallback: Fallback | None, dropout: bool) -> None:
     """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
@@ -452,17 +503,18 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     f"{where} takes statistics from the batch, which mixes people's data: "
                     + INSTEAD_OF_BATCH_NORM
                 )
-        if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
+        draws = isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module)
+        if draws and not dropout:
             raise UserError(
                 f"{where} draws at random inside the network, which a redone step could not draw "
-                "again: remove it, or put it in evaluation mode"
+                "again: remove it, or put it in evaluation mode (or allow it with dropout=True "
+                "where no step is ever redone)"
             )
         trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if trainable and not isinstance(module, _TRAINABLE_KINDS):
-            raise UserError(
-                f"{where} trains parameter {trainable[0]!r} but has no per-sample gradient rule: "
-                "freeze it (requires_grad = False), or use Conv2d, Linear or GroupNorm"
-            )
+        if trainable and isinstance(module, _WITHOUT_RULE):
+            if fallback is None:
+                raise NoRule(f"{name}.{trainable[0]}")
+            fallback.add(name)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
             raise UserError(f"parameter {name!r} is {parameter.dtype}: train in float32 or float64")

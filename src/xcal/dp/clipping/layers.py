@@ -78,6 +78,8 @@ class Convolution(torch.autograd.Function):
 
 
 class Linear(torch.autograd.Function):
+    """On (B, features) or (B, …, features): then every place is a pixel of a 1x1 convolution."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -96,14 +98,96 @@ class Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        book = ctx.book
         weight_name, bias_name = ctx.names
         if bias_name is not None:
-            ctx.book.add_rows(bias_name, g)
+            book.add_rows(bias_name, _over_places(g))
         if weight_name is not None:
             shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
-            scaled = ctx.book.by_channel(weight_name, g)
-            ctx.book.add_pair(weight_name, scaled[:, :, None, None], x[:, :, None, None], shape)
+            outer, inner = _as_pixels(g), _as_pixels(x)
+            scaled = book.by_channel(weight_name, outer)
+            if x.dim() == 2 or gram_is_cheaper(outer, inner, shape):
+                book.add_pair(weight_name, scaled, inner, shape)
+            else:
+                book.add_parts(weight_name, per_image_weight_gradient(scaled, inner, shape))
         return (g @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
+
+
+def _over_places(g: Tensor) -> Tensor:
+    """(B, …, features) summed over all places between."""
+    return g if g.dim() == 2 else g.reshape(len(g), -1, g.shape[-1]).sum(1)
+
+
+def _as_pixels(x: Tensor) -> Tensor:
+    """(B, …, features) as (B, features, places, 1), the memory as it is."""
+    return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2).unsqueeze(3)
+
+
+class LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: list[int],
+        eps: float,
+        names: tuple[str | None, str | None],
+        book: Book,
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.shape, ctx.names, ctx.book = shape, names, book
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        weight_name, bias_name = ctx.names
+        between = tuple(range(1, x.dim() - len(ctx.shape)))
+        if bias_name is not None:
+            ctx.book.add_rows(bias_name, g.sum(between) if between else g)
+        if weight_name is not None:
+            rows = (x - mean).mul_(rstd).mul_(g)
+            ctx.book.add_rows(weight_name, rows.sum(between) if between else rows)
+        onward = None
+        if ctx.needs_input_grad[0]:
+            onward = torch.ops.aten.native_layer_norm_backward(
+                g.contiguous(), x, ctx.shape, mean, rstd, weight, bias, [True, False, False]
+            )[0]
+        return onward, None, None, None, None, None, None, None
+
+
+class Embedding(torch.autograd.Function):
+    """`F.embedding(ids, weight)`; the gradient of `padding` is 0, as in the library."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: Tensor,
+        _anchor: Tensor,
+        weight: Tensor,
+        _bias: None,
+        padding: int | None,
+        name: str,
+        book: Book,
+    ) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.name, ctx.book, ctx.table = padding, name, book, len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        read = ids.reshape(len(ids), -1)
+        g = g.reshape(*read.shape, g.shape[-1])
+        if ctx.padding is not None:
+            g = g.masked_fill((read == ctx.padding % ctx.table).unsqueeze(-1), 0)
+        ctx.book.add_lookup(ctx.name, g, read, ctx.table)
+        return None, None, None, None, None, None, None
 
 
 class GroupNorm(torch.autograd.Function):

@@ -1,17 +1,19 @@
 """Stand-ins for the operations that hold trainable parameters.
 
-Inside `Recorder` the calls `conv2d`, `linear`, `group_norm` and `batch_norm` that use a trainable
+Inside `Recorder` the calls of layers (`conv2d`, `linear`, `layer_norm`, …) that use a trainable
 parameter run as autograd functions of our own: the same forward pass; a backward pass that hands
-on the input gradient only and leaves per-unit weight gradients in a `Book`. The parameters
-themselves never enter the graph, so a parameter that is found there after the forward pass was
-used in some way no rule covers, and `refuse_other_uses` says which.
+on the input gradient only and leaves per-unit weight gradients in a `Book`. Parameters that a
+network adds, multiplies or concatenates itself are `plain.py`'s. The parameters themselves never
+enter the graph of the loss, so a parameter that is found there after the forward pass was used in
+some way no rule covers, and `refuse_other_uses` says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,10 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from xcal.dp.clipping.convolution import ConvShape
+from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Geometry
-from xcal.dp.clipping.layers import Convolution, FrozenNorm, GroupNorm, Linear, apply
+from xcal.dp.clipping.layers import (
+    Convolution,
+    Embedding,
+    FrozenNorm,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    apply,
+)
+from xcal.dp.clipping.losses import Loss, per_sample
+from xcal.dp.clipping.plain import Plain
 from xcal.dp.clipping.tape import Book, Units
+from xcal.dp.clipping.volumes import Volume, VolumeShape
 from xcal.errors import UserError
 from xcal.plugins import MANUAL
 
@@ -36,23 +49,36 @@ INSTEAD_OF_BATCH_NORM = (
 class Recorder(TorchFunctionMode):
     """While entered, every use of a trainable parameter by a known operation is recorded.
 
-    `names` maps the identity of each trainable parameter to its name; `anchor` is a scalar that
-    requires a gradient, so that the graph starts at the first recorded operation and no earlier:
-    frozen layers before it cost no backward pass.
+    `anchor` is a scalar that requires a gradient, so that the graph starts at the first recorded
+    operation and no earlier: frozen layers before it cost no backward pass.
     """
 
-    def __init__(self, names: Mapping[int, str], images: int, book: Book, anchor: Tensor) -> None:
+    def __init__(self, plain: Plain, images: int, book: Book, anchor: Tensor) -> None:
         super().__init__()
-        self._names = names
+        self._plain = plain
         self._images = images
         self._book = book
         self._anchor = anchor
+        self._time_first = False
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
-            F.conv2d: self._conv2d,
+            F.conv1d: self._convolution(1),
+            F.conv2d: self._convolution(2),
+            F.conv3d: self._convolution(3),
+            F.conv_transpose1d: self._transposed(1),
+            F.conv_transpose2d: self._transposed(2),
+            F.conv_transpose3d: self._transposed(3),
             F.linear: self._linear,
             F.group_norm: self._group_norm,
             F.batch_norm: self._batch_norm,
             F.instance_norm: self._instance_norm,
+            F.layer_norm: self._layer_norm,
+            F.rms_norm: self._rms_norm,
+            F.embedding: self._embedding,
+            F.prelu: self._prelu,
+            F.multi_head_attention_forward: self._attention,
+            torch.matmul: self._matmul,
+            Tensor.matmul: self._matmul,
+            Tensor.__matmul__: self._matmul,
         }
 
     def __torch_function__(
@@ -67,10 +93,10 @@ class Recorder(TorchFunctionMode):
             recorded = rule(*args, **(kwargs or {}))
             if recorded is not None:
                 return recorded
-        return func(*args, **(kwargs or {}))
+        return self._plain.call(func, args, kwargs or {})
 
     def _name(self, parameter: Tensor | None) -> str | None:
-        return None if parameter is None else self._names.get(id(parameter))
+        return self._plain.name(parameter)
 
     def _enter(self, x: Tensor, what: str, *names: str | None) -> bool:
         """Whether anything here is to be recorded; then rows of `x` must be the batch's images."""
@@ -86,44 +112,186 @@ class Recorder(TorchFunctionMode):
         self._book.uses.update(used)
         return True
 
-    def _conv2d(
+    def _convolution(self, dims: int) -> Callable[..., Tensor | None]:
+        def convolution(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: int | Sequence[int] = 1,
+            padding: str | int | Sequence[int] = 0,
+            dilation: int | Sequence[int] = 1,
+            groups: int = 1,
+        ) -> Tensor | None:
+            names = self._convolved(x, weight, bias, dims)
+            if names is None:
+                return None
+            kernel, spread = tuple(weight.shape[2:]), _each(dilation, dims)
+            if isinstance(padding, str):
+                x, pads = _named_padding(x, padding, kernel, spread)
+            else:
+                pads = _each(padding, dims)
+            shape = VolumeShape(kernel, _each(stride, dims), pads, spread, groups)
+            return self._convolve(x, weight, bias, shape, names)
+
+        return convolution
+
+    def _transposed(self, dims: int) -> Callable[..., Tensor | None]:
+        def transposed(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None = None,
+            stride: int | Sequence[int] = 1,
+            padding: int | Sequence[int] = 0,
+            output_padding: int | Sequence[int] = 0,
+            groups: int = 1,
+            dilation: int | Sequence[int] = 1,
+        ) -> Tensor | None:
+            names = self._convolved(x, weight, bias, dims)
+            if names is None:
+                return None
+            shape = VolumeShape(
+                tuple(weight.shape[2:]),
+                _each(stride, dims),
+                _each(padding, dims),
+                _each(dilation, dims),
+                groups,
+                transposed=True,
+                added=_each(output_padding, dims),
+            )
+            return self._convolve(x, weight, bias, shape, names)
+
+        return transposed
+
+    def _convolved(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, dims: int
+    ) -> tuple[str | None, str | None] | None:
+        """The names of what trains in a convolution; None if nothing does."""
+        names = self._name(weight), self._name(bias)
+        if names != (None, None) and x.dim() != dims + 2:
+            raise UserError(
+                f"the convolution with parameter {names[0] or names[1]!r} is given a "
+                f"{x.dim()}-dimensional input: give batches (B, C, …) of {dims + 2} dimensions"
+            )
+        return names if self._enter(x, "convolution", *names) else None
+
+    def _convolve(
         self,
         x: Tensor,
         weight: Tensor,
-        bias: Tensor | None = None,
-        stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-    ) -> Tensor | None:
-        names = self._name(weight), self._name(bias)
-        if x.dim() != 4:
-            if names != (None, None):
-                raise UserError(
-                    f"the convolution with parameter {names[0] or names[1]!r} is given a "
-                    f"{x.dim()}-dimensional input: give batches of images (B, C, H, W)"
-                )
-            return None
-        if not self._enter(x, "convolution", *names):
-            return None
-        kernel, spread = _two(weight.shape[2:]), _two(dilation)
-        if isinstance(padding, str):
-            x, pads = _named_padding(x, padding, kernel, spread)
-        else:
-            pads = _two(padding)
-        shape = ConvShape(kernel, _two(stride), pads, spread, groups, _four(weight.shape))
-        return apply(Convolution, x, self._anchor, weight, bias, shape, names, self._book)
+        bias: Tensor | None,
+        shape: VolumeShape,
+        names: tuple[str | None, str | None],
+    ) -> Tensor:
+        if len(shape.kernel) == 1:  # a line is an image one pixel high
+            x, weight, shape = x.unsqueeze(2), weight.detach().unsqueeze(2), shape.one_more()
+            return self._convolve(x, weight, bias, shape, names).squeeze(2)
+        flat = None if shape.transposed else shape.flat(weight)
+        if flat is not None:
+            return apply(Convolution, x, self._anchor, weight, bias, flat, names, self._book)
+        return apply(Volume, x, self._anchor, weight, bias, shape, names, self._book)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        if self._plain.sources(x) is not None:
+            return None
         names = self._name(weight), self._name(bias)
+        if self._time_first and names != (None, None):
+            # Inside attention: (time, images, features), or time and images in one.
+            by_image = x.view(-1, self._images, x.shape[-1]).transpose(0, 1)
+            self._enter(by_image, "attention", *names)
+            y = apply(Linear, by_image, self._anchor, weight, bias, names, self._book)
+            return y.transpose(0, 1).contiguous().view(*x.shape[:-1], -1)
         if not self._enter(x, "linear layer", *names):
             return None
-        if x.dim() != 2:
+        if x.dim() < 2:
             raise UserError(
                 f"the linear layer with parameter {names[0] or names[1]!r} is given a "
-                f"{x.dim()}-dimensional input: only (images, features) has a per-image rule"
+                f"{x.dim()}-dimensional input: give batches (B, …, features)"
             )
         return apply(Linear, x, self._anchor, weight, bias, names, self._book)
+
+    def _matmul(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor | None:
+        """x @ weight, as a linear layer."""
+        if weight.dim() != 2 or x.dim() < 2 or self._plain.sources(weight) is None:
+            return None
+        return self._linear(x, self._plain.call(Tensor.t, (weight,), {}))
+
+    def _attention(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The library's own attention, its layers recorded: there the batch stands second."""
+        if query.dim() != 3 or query.shape[1] != self._images:
+            return None
+        self._time_first = True
+        try:
+            with self:
+                return _unguarded_attention(query, *args, **kwargs)
+        finally:
+            self._time_first = False
+
+    def _layer_norm(
+        self,
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        names = self._name(weight), self._name(bias)
+        if not self._enter(x, "layer norm", *names):
+            return None
+        if x.dim() == len(normalized_shape):
+            raise UserError(
+                f"the layer norm with parameter {names[0] or names[1]!r} normalises over the "
+                "images of a batch, which mixes people's data"
+            )
+        shape, book = list(normalized_shape), self._book
+        return apply(LayerNorm, x, self._anchor, weight, bias, shape, eps, names, book)
+
+    def _rms_norm(
+        self,
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor | None:
+        if weight is None or self._plain.sources(weight) is None:
+            return None
+        if x.dim() == len(normalized_shape):
+            raise UserError("an RMS norm normalises over the batch, which mixes people's data")
+        normalised = F.rms_norm(x, normalized_shape, None, eps)
+        scaled: Tensor = self._plain.call(torch.mul, (normalised, weight), {})
+        return scaled
+
+    def _prelu(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        if self._plain.sources(weight) is None or x.dim() < 2:
+            return None
+        slopes = self._plain.call(Tensor.view, (weight, -1, *[1] * (x.dim() - 2)), {})
+        below: Tensor = self._plain.call(torch.mul, (x.clamp_max(0), slopes), {})
+        return x.clamp_min(0) + below
+
+    def _embedding(
+        self,
+        ids: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor | None:
+        name = self._name(weight)
+        if name is None:
+            return None
+        if max_norm is not None or scale_grad_by_freq:
+            raise UserError(
+                f"the embedding with parameter {name!r} uses max_norm or scale_grad_by_freq, by "
+                "which one person's words change what others' do: build it without them"
+            )
+        if self._plain.constant(ids):
+            # Positions, the same for all: a slice of the table, not a reading of data.
+            made: Tensor = self._plain.call(F.embedding, (ids, weight, padding_idx), {})
+            return made
+        self._enter(ids, "embedding", name)
+        padding, book = padding_idx, self._book
+        return apply(Embedding, ids, self._anchor, weight, None, padding, name, book)
 
     def _group_norm(
         self,
@@ -178,7 +346,25 @@ class Recorder(TorchFunctionMode):
                 "an instance norm updates running statistics from the images: build it with "
                 "track_running_stats=False, or use group norm"
             )
-        return None
+        names = self._name(weight), self._name(bias)
+        if not self._enter(x, "instance norm", *names):
+            return None
+        book, anchor = self._book, self._anchor
+        if use_input_stats:
+            groups = x.shape[1]
+            return apply(GroupNorm, x, anchor, weight, bias, groups, eps, names, book)
+        return apply(
+            FrozenNorm, x, anchor, weight, bias, running_mean, running_var, eps, names, book
+        )
+
+
+# As torch has it, but for its first lines: they hand the whole call to whoever is listening, and
+# what it consists of would go unheard.
+_unguarded_attention = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 @dataclass(frozen=True)
@@ -202,30 +388,58 @@ def record(
     geometry: Geometry = PLAIN,
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
+    loss: Loss | None = None,
+    fallback: Fallback | None = None,
 ) -> Recorded:
-    """Run the network forward and back once on the weighted sum of cross-entropies.
+    """Run the network forward and back once on the weighted sum of losses (cross-entropies).
 
     `forward` stands for the network where `images` have been through its frozen beginning.
     """
+    while True:
+        try:
+            return _record(
+                model, images, labels, weights, Book(units, images.device, geometry),
+                capture, forward or model, loss, fallback,
+            )  # fmt: skip
+        except NoRule as missing:
+            if fallback is None or not fallback.add(missing.module):
+                raise
+
+
+def _record(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    book: Book,
+    capture: str | None,
+    forward: Callable[[Tensor], Tensor],
+    loss: Loss | None,
+    fallback: Fallback | None,
+) -> Recorded:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    book = Book(units, images.device, geometry)
     with torch.enable_grad():
-        anchor = images.new_zeros((), requires_grad=True)
-        with _captured(model, capture) as caught, Recorder(names, len(images), book, anchor):
-            logits = (forward or model)(images)
-        if logits.dim() != 2 or len(logits) != len(images):
+        anchor = weights.new_zeros((), requires_grad=True)
+        plain = Plain(model, len(images), book, anchor)
+        slower = nullcontext() if fallback is None else fallback.entered(model, plain, len(images))
+        recorder = Recorder(plain, len(images), book, anchor)
+        with slower, _captured(model, capture) as caught, recorder:
+            output = forward(images)
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, Tensor) or logits.shape[:1] != images.shape[:1]:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
-                f"the network gives outputs of shape {tuple(logits.shape)} for {len(images)} "
+                f"the network gives outputs of shape {shape} for {len(images)} "
                 "images: it must give one row of class scores per image"
             )
-        known = (labels >= 0) & (labels < logits.shape[1])
-        losses = F.cross_entropy(logits, labels.where(known, 0), reduction="none")
+        losses, known = per_sample(loss, logits, labels)
         total = (losses * weights).sum()
         refuse_other_uses(total, names)
         if total.requires_grad:
             # The anchor's own gradient is nothing; asking for it visits every recorded operation
             # and spares the rest of the graph.
             torch.autograd.grad(total, [anchor], allow_unused=True)
+        plain.settle()
     finite = known & torch.isfinite(losses.detach())
     return Recorded(book, logits.detach(), caught[-1] if caught else None, finite)
 
@@ -264,35 +478,27 @@ def refuse_other_uses(output: Tensor, names: Mapping[int, str]) -> None:
             continue
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
-            raise UserError(
-                f"parameter {name!r} is used by an operation that has no per-sample gradient "
-                "rule: freeze it (requires_grad = False), or use Conv2d, Linear or GroupNorm"
-            )
+            raise NoRule(name)
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
 
 
-def _two(value: int | Sequence[int]) -> tuple[int, int]:
+def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for every dimension."""
     if isinstance(value, int):
-        return value, value
-    first, second = value if len(value) == 2 else (value[0], value[0])
-    return first, second
-
-
-def _four(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    a, b, c, d = shape
-    return a, b, c, d
+        return (value,) * dims
+    return tuple(value) if len(value) == dims else (value[0],) * dims
 
 
 def _named_padding(
-    x: Tensor, padding: str, kernel: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[Tensor, tuple[int, int]]:
+    x: Tensor, padding: str, kernel: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[Tensor, tuple[int, ...]]:
     """'valid' and 'same' as symmetric padding, after padding `x` by the odd pixel if there is."""
     if padding == "valid":
-        return x, (0, 0)
-    high, wide = (spread * (size - 1) for spread, size in zip(dilation, kernel, strict=True))
-    if high % 2 or wide % 2:
-        x = F.pad(x, (0, wide % 2, 0, high % 2))
-    return x, (high // 2, wide // 2)
+        return x, (0,) * len(kernel)
+    reach = [spread * (size - 1) for spread, size in zip(dilation, kernel, strict=True)]
+    if any(one % 2 for one in reach):
+        x = F.pad(x, [edge for one in reversed(reach) for edge in (0, one % 2)])
+    return x, tuple(one // 2 for one in reach)

@@ -76,6 +76,25 @@ class _Pair:
     patches: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """Which rows of a table were read, (B, T), and the gradients of what was read, (B, T, D)."""
+
+    g: Tensor
+    ids: Tensor
+    table: int
+
+    def by_unit(self, units: Units) -> tuple[Tensor, Tensor, Tensor]:
+        """Every unit's gradient where it is not 0: unit ids, rows of the table, their gradients."""
+        of_image = torch.arange(len(self.ids), device=self.ids.device)
+        unit_ids = of_image if units.of_image is None else units.of_image
+        keys = (unit_ids.unsqueeze(1) * self.table + self.ids).flatten()
+        read, places = torch.unique(keys, return_inverse=True)
+        sums = self.g.new_zeros(len(read), self.g.shape[-1])
+        sums.index_add_(0, places, self.g.flatten(0, 1))
+        return read // self.table, read % self.table, sums
+
+
 class Book:
     """Gradients of all units of one backward pass, by parameter name, in whatever form is cheapest.
 
@@ -95,6 +114,7 @@ class Book:
         self.uses: Counter[str] = Counter()
         self._rows: dict[str, Tensor] = {}
         self._pairs: dict[str, _Pair] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     def by_channel(self, name: str, g: Tensor) -> Tensor:
         """An output gradient (B, channels, …) times the weights of the parameter's channels."""
@@ -102,8 +122,36 @@ class Book:
         return g if weights is None else g * weights.view(-1, *[1] * (g.dim() - 2))
 
     def add_rows(self, name: str, per_image: Tensor) -> None:
-        """Record explicit gradients of one use of a scale or shift, per image, (B, channels)."""
-        self.add_parts(name, self.by_channel(name, per_image).unsqueeze(0))
+        """Record explicit gradients of one use of a parameter, per image, (B, channels, …)."""
+        self.add_parts(name, _one_part(self.by_channel(name, per_image)))
+
+    def add_unit_rows(self, name: str, per_unit: Tensor, unit: int | None = None) -> None:
+        """Add to the explicit gradients of a parameter, (U, *shape), or (1, *shape) of one unit."""
+        rows = _one_part(self.by_channel(name, per_unit))
+        if unit is not None:
+            every = rows.new_zeros(1, self.units.count, rows.shape[2])
+            every[:, unit] = rows[:, 0]
+            rows = every
+        self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+
+    def take(self, name: str) -> Tensor | None:
+        """Explicit gradients (units, N), which then are no longer here."""
+        parts = self._rows.pop(name, None)
+        return None if parts is None else parts[0]
+
+    def add_lookup(self, name: str, g: Tensor, ids: Tensor, table: int) -> None:
+        """Record that rows `ids` (B, T) of a table were read, with gradients `g` (B, T, D)."""
+        weights = self._geometry.channel_weights(name, g)
+        if weights is not None:
+            g = g * weights[ids].unsqueeze(-1)
+        lookup = _Lookup(g.detach(), ids, table)
+        if self.uses[name] > 1:
+            unit_ids, read, sums = lookup.by_unit(self.units)
+            rows = g.new_zeros(1, self.units.count, table * g.shape[-1])
+            rows.view(self.units.count, table, -1)[unit_ids, read] = sums
+            self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+        else:
+            self._lookups[name] = lookup
 
     def add_parts(self, name: str, per_image: Tensor) -> None:
         """Record explicit gradients in parts (T, B, N), see `per_image_weight_gradient`."""
@@ -130,6 +178,8 @@ class Book:
         for pair in self._pairs.values():
             yield pair.g
             yield pair.x
+        for lookup in self._lookups.values():
+            yield lookup.g
 
     def squared_norms(self) -> Tensor:
         """The squared norm of every unit's whole scaled gradient, in float64.
@@ -139,6 +189,10 @@ class Book:
         total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
         for name, parts in self._rows.items():
             total += self._geometry.one_weight(name) ** 2 * squared_lengths(parts).sum(0)
+        for name, lookup in self._lookups.items():
+            unit_ids, _, sums = lookup.by_unit(self.units)
+            squared = self._geometry.one_weight(name) ** 2
+            total.index_add_(0, unit_ids, squared * squared_lengths(sums))
         if self._pairs:
             buckets = self.units.by_size()
             for name, pair in self._pairs.items():
@@ -157,6 +211,12 @@ class Book:
             parts = self._rows.pop(name)
             weighted = factors * self._geometry.one_weight(name)
             sums[name] = (weighted.to(parts.dtype) @ parts).T.contiguous()
+        for name in list(self._lookups):
+            lookup = self._lookups.pop(name)
+            unit_ids, read, rows = lookup.by_unit(self.units)
+            weighted = factors[unit_ids] * self._geometry.one_weight(name)
+            sums[name] = rows.new_zeros(lookup.table, rows.shape[1])
+            sums[name].index_add_(0, read, rows * weighted.to(rows.dtype).unsqueeze(1))
         per_image = self.units.per_image(factors)
         for name in list(self._pairs):
             pair = self._pairs.pop(name)
@@ -178,6 +238,10 @@ class Book:
             squared = torch.stack([_many_images_norm(pair, ids) for ids in image_ids])
         too_large = unmeasurable(pair.x)[image_ids].any(1)
         return torch.where(too_large, math.inf, squared)
+
+
+def _one_part(rows: Tensor) -> Tensor:
+    return rows.reshape(1, len(rows), -1)
 
 
 # Longer rows are measured in pieces: in float32 the library's norm of a million equal numbers was
