@@ -11,7 +11,7 @@ definition that all of it must equal.
 
 from __future__ import annotations
 
-from xcal.training.clipping.engine import ClippedSum, ClippingEngine, joined
+from xcal.training.clipping.engine import ClippedSum, ClippingEngine, OpenPass, joined
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.training.clipping.passes import kept_alike, rows_apart
 
@@ -21,6 +21,7 @@ __all__ = [
     "ClippedSum",
     "ClippingEngine",
     "Geometry",
+    "OpenPass",
     "joined",
     "kept_alike",
     "rows_apart",

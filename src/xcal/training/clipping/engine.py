@@ -13,9 +13,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from xcal.errors import UserError
 from xcal.explain.inference import filled_up
-from xcal.training.clipping.book import Units
+from xcal.training.clipping.book import Book, Units
 from xcal.training.clipping.geometry import PLAIN, Bound, Geometry
-from xcal.training.clipping.recorder import Recorded, record
+from xcal.training.clipping.recorder import Recorded, Recorder, record, refuse_other_uses
 
 # A module of another kind may stand in the network, but nothing in it may train.
 _TRAINABLE_KINDS = (nn.Conv2d, nn.Linear, nn.GroupNorm, _BatchNorm)
@@ -342,17 +342,77 @@ class ClippingEngine:
             dropped=one.dropped.new_zeros(nobody),
         )
 
-    def _every_parameter(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the network's own order and shapes, zeros for parameters the loss did not reach."""
-        return {
-            name: (
-                gradients[name].view(parameter.shape)
-                if name in gradients
-                else torch.zeros_like(parameter, requires_grad=False)
+    def _every_parameter(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _every_parameter(self._model, gradients)
+
+
+class OpenPass:
+    """A pass in two halves, for a training loop that calls network and loss itself.
+
+    Everything that the network does inside `recording()` is recorded; several calls count together.
+    `finish` then takes one loss per image, made of their outputs, and goes back through all of it.
+    Guaranteed: as `ClippingEngine.clipped_sum`. Networks that draw at random (dropout) are taken:
+    nothing is done again here.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, *, clip: float, units: Units) -> None:
+        self._model, self._units, self._bound = model, units, Bound(clip)
+        self.check()
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        like = next(p for p in model.parameters() if p.requires_grad)
+        self._book = Book(units, like.device)
+        self._anchor = like.detach().new_zeros((), requires_grad=True)
+        self._rows = rows
+
+    def check(self) -> None:
+        """Refuse a network that cannot be clipped right as it stands."""
+        _refuse_unsupported(self._model, at_random=True)
+
+    def recording(self) -> Recorder:
+        """The context in which the network is called."""
+        self.check()
+        return Recorder(self._names, self._rows, self._book, self._anchor)
+
+    def finish(self, losses: Tensor) -> ClippedSum:
+        """The sum over units of clipped gradients of their images' mean loss; see `ClippedSum`.
+
+        Its `logits` are the losses.
+        """
+        of_image = self._units.of_image
+        weighted = losses
+        if of_image is not None:
+            sizes = torch.bincount(of_image, minlength=self._units.count)
+            weighted = losses / sizes.to(losses.dtype)[of_image]
+        total = weighted.sum()
+        refuse_other_uses(total, self._names)
+        # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            torch.autograd.grad(total, [self._anchor], allow_unused=True)
+            norms = self._book.squared_norms().sqrt()
+            finite = torch.isfinite(losses.detach())
+            dropped = ~torch.isfinite(norms) | self._units.any_image(~finite)
+            if dropped.any():
+                self._book.drop(dropped)
+            exact = all(
+                p.dtype == torch.float64 for p in self._model.parameters() if p.requires_grad
             )
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad
-        }
+            margin = _margin(torch.float64 if exact else torch.float32)
+            factors = _factors(self._bound.norm / (1 + margin), norms).masked_fill(dropped, 0.0)
+            gradients = _every_parameter(self._model, self._book.weighted_sum(factors))
+        return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
+
+
+def _every_parameter(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the network's own order and shapes, zeros for parameters the loss did not reach."""
+    return {
+        name: (
+            gradients[name].view(parameter.shape)
+            if name in gradients
+            else torch.zeros_like(parameter, requires_grad=False)
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _factors(limit: float, norms: Tensor) -> Tensor:
@@ -440,8 +500,11 @@ def _draws(module: nn.Module) -> bool:
     return not isinstance(module, _DropoutNd) or module.p > 0
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
-    """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
+def _refuse_unsupported(model: nn.Module, *, at_random: bool = False) -> None:
+    """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart.
+
+    `at_random`: a network may draw, since none of its passes is ever done again.
+    """
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
         if isinstance(module, _NormBase):
@@ -452,7 +515,8 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     f"{where} takes statistics from the batch, which mixes people's data: put it "
                     "in evaluation mode (norm = frozen), or use group norm"
                 )
-        if isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module):
+        draws = isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module)
+        if draws and not at_random:
             raise UserError(
                 f"{where} draws at random inside the network, which a redone step could not draw "
                 "again: remove it, or put it in evaluation mode"
