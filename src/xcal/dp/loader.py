@@ -15,8 +15,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from xcal.dp.apart import mapped
 from xcal.dp.refusals import Refused
-from xcal.dp.steps import PrivateSteps, _mapped
+from xcal.dp.steps import PrivateSteps
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -47,7 +48,7 @@ class _Collate:
     def __call__(self, batch: list[Any]) -> Any:
         if batch:
             return self._collate(batch)
-        return _mapped(self._collate([self._dataset[0]]), lambda t: t[:0] if t.dim() else t)
+        return mapped(self._collate([self._dataset[0]]), lambda t: t[:0] if t.dim() else t)
 
 
 class PrivateLoader(DataLoader[Any]):

@@ -63,8 +63,8 @@ def promise_text(promise: Promise) -> str:
             )
     paragraphs.append(
         "Neighbours: two data sets where one unit's data are replaced by a null unit that"
-        f" contributes zero to everything (zero-out). The number of units, {promise.units}, is the"
-        " same on both sides and public."
+        f" contributes zero to everything (zero-out). The numbers of units ({promise.units}) and of"
+        " records are the same on both sides and public; adding or removing a unit is not covered."
     )
     paragraphs.append(
         f"Mechanism: each step draws every unit independently with probability {promise.rate:.6g},"
@@ -77,6 +77,11 @@ def promise_text(promise: Promise) -> str:
             else " Steps are charged in memory: other trainings on the same data are not counted."
         )
     )
+    if plan is not None and plan.delta >= 1 / promise.units:
+        paragraphs.append(
+            f"Beware: delta = {plan.delta:g} is not below 1/units = {1 / promise.units:g}. Such a"
+            " delta would allow one unit to be published outright."
+        )
     if promise.noise == "seeded":
         paragraphs.append(
             "Beware: noise and draws come from a seed. This is an experiment, private against"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.data.sampling import UnitTable, images_of, poisson_draw
+from xcal.dp.apart import check_rows_apart, mapped, tensors
 from xcal.dp.refusals import Refused
 from xcal.errors import UserError
 from xcal.privacy.account import Account
@@ -94,6 +95,7 @@ class PrivateSteps:
         self._ahead: deque[Draw] = deque()
         self._current: Draw | None = None
         self._stepping = False
+        self._looked_at: set[str] = set()
 
     def __deepcopy__(self, _: object) -> PrivateSteps:
         return self  # a copy of the network is another network of the same training
@@ -178,7 +180,7 @@ class PrivateSteps:
                 "The network was called in training mode after this batch's backward pass: one"
                 " draw pays for one; call model.eval() (or use torch.no_grad()) to look at it.",
             )
-        rows = next((len(t) for t in _tensors((args, dict(kwargs))) if t.dim()), None)
+        rows = next((len(t) for t in tensors((args, dict(kwargs))) if t.dim()), None)
         if rows != draw.rows:
             raise Refused(
                 "other-rows",
@@ -188,6 +190,7 @@ class PrivateSteps:
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
+        self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
         if draw.opened is None:
             draw.opened = self._opened(draw)
             draw.before = remembered(self.module)
@@ -196,10 +199,16 @@ class PrivateSteps:
                 answer = call(*args, **kwargs)
         except UserError as error:
             raise Refused("network", str(error)) from None
-        for tensor in _tensors(answer):
+        for tensor in tensors(answer):
             if tensor.requires_grad:
                 tensor.register_hook(self._going_back_of(draw))
         return answer
+
+    def look_once(self, what: str, check: Callable[[], None]) -> None:
+        """Make a check the first time that there is something to look at."""
+        if what not in self._looked_at:
+            check()
+            self._looked_at.add(what)
 
     def _opened(self, draw: Draw) -> OpenPass:
         device = next(self.module.parameters()).device
@@ -218,8 +227,8 @@ class PrivateSteps:
             return t.new_zeros(1, *t.shape[1:]) if t.dim() and not len(t) else t
 
         with torch.no_grad():
-            answer = call(*_mapped(args, blank), **_mapped(dict(kwargs), blank))
-        return _mapped(answer, lambda t: t[:0])
+            answer = call(*mapped(args, blank), **mapped(dict(kwargs), blank))
+        return mapped(answer, lambda t: t[:0])
 
     @staticmethod
     def _going_back_of(draw: Draw) -> Callable[[Tensor], None]:
@@ -245,7 +254,7 @@ class PrivateSteps:
                 "backward() was called for a loss of no draw: call the network that make_private"
                 " returned, in training mode, on a batch of the private loader.",
             )
-        if draw.released is not None:
+        if draw.released is not None or (draw.rows and draw.opened is None):
             raise Refused(
                 "second-backward",
                 "backward() was called a second time for one draw, which pays for one release:"
@@ -318,7 +327,6 @@ class PrivateSteps:
                 "optimizer.step() was called before this batch's backward pass: make the loss with"
                 " the criterion that make_private returned, and call its backward().",
             )
-        parameters = self._parameters()
         check_parameters(self.module, optimizer)
         for name, parameter in self.module.named_parameters():
             released = draw.released.get(name)
@@ -332,7 +340,6 @@ class PrivateSteps:
                     " optimizer.step(): clipping is done by max_grad_norm, anything else cannot be"
                     " told from a gradient that was not released.",
                 )
-        assert set(parameters) == set(draw.released)
         draw.stepped = True
         self._stepping = True
         try:
@@ -361,26 +368,3 @@ def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> Non
                 f"Parameter group {number} of the optimizer holds parameters that are not the"
                 " module's: give one module that holds all that is trained.",
             )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _mapped(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The same structure of tuples, lists and mappings, with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        made = {key: _mapped(one, function) for key, one in value.items()}
-        try:
-            return type(value)(made)  # type: ignore[call-arg]
-        except TypeError:
-            return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(one, function) for one in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(one, function) for one in value)
-    return value

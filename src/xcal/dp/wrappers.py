@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.apart import check_losses_apart
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
 
@@ -138,10 +139,7 @@ class PrivateCriterion(nn.Module):
         self.criterion = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> PrivateLoss:
-        losses = self.criterion(*args, **kwargs)
-        if isinstance(losses, Tensor) and self._torchs and losses.dim() > 1:
-            flat = losses.flatten(1)
-            losses = flat.mean(1) if self.reduction == "mean" else flat.sum(1)
+        losses = self._per_sample(*args, **kwargs)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise Refused(
@@ -149,7 +147,18 @@ class PrivateCriterion(nn.Module):
                 f"The criterion gave {found}, and not one number per sample: let it average over"
                 " nothing (the private optimizer divides by the expected batch size).",
             )
+        if len(losses) > 1:
+            self._steps.look_once(
+                "criterion", lambda: check_losses_apart(self._per_sample, args, kwargs, losses)
+            )
         return PrivateLoss(self._steps, losses, self.reduction)
+
+    def _per_sample(self, *args: Any, **kwargs: Any) -> Any:
+        losses = self.criterion(*args, **kwargs)
+        if isinstance(losses, Tensor) and self._torchs and losses.dim() > 1:
+            flat = losses.flatten(1)
+            return flat.mean(1) if self.reduction == "mean" else flat.sum(1)
+        return losses
 
 
 def check_criterion(criterion: Callable[..., Tensor], reduction: str) -> None:
