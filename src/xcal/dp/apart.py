@@ -67,7 +67,7 @@ def check_losses_apart(
     """Refuse a criterion whose loss of the first row depends on the others."""
     with torch.no_grad():
         alone = criterion(*_one(args, 0, len(all_)), **_one(dict(kwargs), 0, len(all_)))
-    if isinstance(alone, Tensor) and not _alike(all_[:1].detach(), alone.reshape(1)):
+    if isinstance(alone, Tensor) and not _alike(all_[:1].detach(), alone.flatten()):
         raise Refused(
             "criterion",
             "The criterion mixes the samples of a batch: the loss of one depends on the others, so"
@@ -89,7 +89,8 @@ def _one(value: Any, row: int, rows: int) -> Any:
 def _alike(first: Tensor, second: Tensor) -> bool:
     if first.shape != second.shape:
         return False
-    scale = 1 + float(first.abs().max()) if first.numel() else 1.0
+    finite = first.nan_to_num(0.0, 0.0, 0.0)
+    scale = 1 + float(finite.abs().max()) if finite.numel() else 1.0
     atol = _TOLERANCE * scale
     return torch.allclose(first, second, rtol=0.0, atol=atol, equal_nan=True)
 

@@ -190,10 +190,10 @@ class PrivateSteps:
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
-        self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
         if draw.opened is None:
             draw.opened = self._opened(draw)
             draw.before = remembered(self.module)
+        self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
             with draw.opened.recording():
                 answer = call(*args, **kwargs)
@@ -280,12 +280,12 @@ class PrivateSteps:
             draw.going_back = True
             try:
                 sums = draw.opened.finish(losses).gradients
+                check_remembers_nothing(self.module, draw.before)
             except UserError as error:
                 raise Refused("network", str(error)) from None
             finally:
                 draw.going_back = False
                 draw.opened = None
-            check_remembers_nothing(self.module, draw.before)
         released = draw.charged.release_tensors("gradient", sums, sensitivity=self.clip)
         draw.released = {
             name: value.div_(self._divisor).to(parameters[name].dtype)
