@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from private_loop import N, data, network
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import xcal
+from private_loop import N, data, network
 
 CLIP = 0.3
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from private_loop import N, data, network, private, train
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -22,6 +21,7 @@ from torch.utils.data import (
 )
 
 import xcal
+from private_loop import N, data, network, private, train
 from xcal.dp.engine import Private
 from xcal.dp.refusals import Refused
 
@@ -416,7 +416,9 @@ def test_engines() -> None:
     for call in (lambda e: e.get_epsilon(1e-5), lambda e: e.statement(), lambda e: e.save("x")):
         refused("option", lambda call=call: call(xcal.PrivacyEngine()))
     module = network()
-    refused("option", lambda: private(module=module, optimizer=torch.optim.LBFGS(module.parameters())))
+    refused(
+        "option", lambda: private(module=module, optimizer=torch.optim.LBFGS(module.parameters()))
+    )
 
 
 def test_no_noise_and_no_room() -> None:

@@ -93,8 +93,9 @@ class PrivacyEngine:
         secure_mode: True: noise and draws from the operating system's randomness. False: from a
             seed that torch's global generator gives. None: secure, unless a seed or a
             `noise_generator` is given.
-        ledger: path of the ledger that every step is charged to. Where none stands yet one is made
-            whose lifetime limit is this training's target. None: in memory, enforced all the same.
+        ledger: the ledger that every step is charged to: its folder, as `xcal ledger create` makes
+            it, or its file. Where none stands yet one is made whose lifetime limit is this
+            training's target. None: in memory, enforced all the same.
         seed: for experiments that must come out the same again; no protection against who knows it.
 
     Raises:
@@ -395,7 +396,8 @@ class PrivacyEngine:
             self._ledger = MemoryLedger(Terms("in memory", run.unit, None, None, simulated=True))
         else:
             if head is None and not self._path.exists():
-                create(self._path, Terms(self._path.stem, run.unit, run.epsilon, run.delta))
+                name = self._path.absolute().parent.name or "data"
+                create(self._path, Terms(name, run.unit, run.epsilon, run.delta))
             self._ledger = Ledger(self._path, expected=head)
         noise: NoiseSource = SecureNoise() if terms.seed is None else SeededNoise(terms.seed)
         try:
@@ -619,7 +621,8 @@ class PrivacyEngine:
 
 
 def _ledger_path(path: Path) -> Path:
-    return path / "ledger.sqlite" if path.is_dir() else path
+    """A ledger's own file, or the folder that `xcal ledger create` makes for one."""
+    return path if path.suffix == ".sqlite" or path.is_file() else path / "ledger.sqlite"
 
 
 def _steps_within(

@@ -201,7 +201,7 @@ class PrivateSteps:
             raise Refused("network", str(error)) from None
         for tensor in tensors(answer):
             if tensor.requires_grad:
-                tensor.register_hook(self._going_back_of(draw))
+                tensor.register_hook(self._going_back_of(draw))  # type: ignore[no-untyped-call]
         return answer
 
     def look_once(self, what: str, check: Callable[[], None]) -> None:

@@ -194,7 +194,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         optimizer.register_step_pre_hook(steps.guard)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.original_optimizer.param_groups
 
     @param_groups.setter
@@ -202,7 +202,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.original_optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.original_optimizer.state
 
     @state.setter
@@ -210,14 +210,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.original_optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self.original_optimizer.defaults
 
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.original_optimizer.defaults = defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the released gradient of the current draw.
 
         Args:
