@@ -10,7 +10,8 @@ CODES = {
     "foreign-parameters": "an optimizer that holds parameters which are not the module's",
     "loader": "a data loader whose own sampling cannot be replaced by Poisson sampling",
     "groups": "ids of units that do not fit the data set",
-    "criterion": "a criterion that trains parameters of its own, or whose reduction is another",
+    "criterion": "a criterion that trains parameters of its own, mixes samples, or whose reduction"
+    " is another",
     "no-draw": "the network trained on, or the optimizer stepped, outside of a draw of the loader",
     "other-rows": "the network was given another number of rows than were drawn",
     "reduced-loss": "a loss that is not one number per sample, or was averaged by hand",
