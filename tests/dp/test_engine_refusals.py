@@ -281,6 +281,27 @@ def test_a_network_that_mixes_rows() -> None:
     refused("network", lambda: made.module(x))
 
 
+def test_dropout_in_either_form_is_no_mixing() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(36, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.dropout(x.flatten(1), 0.5, self.training))
+
+    for module in (Functional(), nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(36, 3))):
+        assert train(private(module=module)) == 5
+
+
+def test_a_network_that_cannot_be_copied() -> None:
+    module = network()
+    module.kept = module[0].weight * 2
+    made = private(module=module)
+    x, _ = first(made)
+    refused("network", lambda: made.module(x))
+
+
 def test_a_network_that_remembers() -> None:
     made = private(module=Remembering())
     x, y = first(made)

@@ -28,17 +28,24 @@ def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     """
     source = torch.Generator().manual_seed(0)
     rows = next(len(t) for t in tensors((args, dict(kwargs))) if t.dim())
-    count = min(rows, _ROWS)
+    some = torch.arange(_ROWS) % rows
 
     def made_up(t: Tensor) -> Tensor:
         if not t.dim() or len(t) != rows:
             return t
         if not t.is_floating_point():
-            return t[:count]
-        return torch.randn(_ROWS, *t.shape[1:], generator=source).to(t)[:count]
+            return t[some.to(t.device)]
+        return torch.randn(_ROWS, *t.shape[1:], generator=source).to(t)
 
     shown, named = mapped(args, made_up), mapped(dict(kwargs), made_up)
-    copy = _still(deepcopy(module))
+    try:
+        copy = _still(deepcopy(module))
+    except Exception as error:
+        raise Refused(
+            "network",
+            "The network cannot be copied, so it cannot be told whether it mixes the rows of a"
+            f" batch ({type(error).__name__}): keep tensors with a history out of its attributes.",
+        ) from None
 
     def answer(inputs: Any, others: Any) -> list[Tensor]:
         with torch.no_grad():
@@ -49,10 +56,10 @@ def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     if not all(_alike(a, b) for a, b in zip(together, answer(shown, named), strict=True)):
         copy.eval()  # draws at random in some way of its own: look at it where it does not
         together = answer(shown, named)
-    for row in range(count):
-        alone = answer(_one(shown, row, count), _one(named, row, count))
+    for row in range(_ROWS):
+        alone = answer(_one(shown, row, _ROWS), _one(named, row, _ROWS))
         for whole, part in zip(together, alone, strict=True):
-            if len(whole) != count or not _alike(whole[row : row + 1], part):
+            if len(whole) != _ROWS or not _alike(whole[row : row + 1], part):
                 raise Refused(
                     "network",
                     "The network mixes the rows of a batch: what it answers to one depends on the"

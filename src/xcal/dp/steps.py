@@ -181,7 +181,7 @@ class PrivateSteps:
                 " draw pays for one; call model.eval() (or use torch.no_grad()) to look at it.",
             )
         rows = next((len(t) for t in tensors((args, dict(kwargs))) if t.dim()), None)
-        if rows != draw.rows:
+        if rows is None or rows != draw.rows:
             raise Refused(
                 "other-rows",
                 f"The network was given {rows} rows, and {draw.rows} were drawn: give it the whole"
@@ -193,7 +193,8 @@ class PrivateSteps:
         if draw.opened is None:
             draw.opened = self._opened(draw)
             draw.before = remembered(self.module)
-        self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
+        if rows > 1:
+            self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
             with draw.opened.recording():
                 answer = call(*args, **kwargs)
