@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import xcal
 import xcal.dp.engine
 from private_loop import N, data, network, private, train
-from support import xcal_process
+from support import ROOT, xcal_process
 from xcal.dp.engine import Private
 from xcal.dp.refusals import Refused
 from xcal.errors import UserError
@@ -357,6 +359,47 @@ def test_a_resumed_training_cannot_spend_twice(tmp_path: Path) -> None:
         assert caught.value.code == "budget"
         assert engine.get_epsilon(1e-3) <= 5.0
     assert verify(path / "ledger.sqlite").ok
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import xcal
+from private_loop import data, private
+from torch.utils.data import DataLoader, TensorDataset
+
+class Dies(TensorDataset):
+    step = 0
+    def __getitem__(self, index):
+        if Dies.step == 4:  # paid for and drawn, and nothing of it released
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+folder = Path(sys.argv[1])
+engine = xcal.PrivacyEngine(ledger=folder / "ward-7")
+made = private(engine, loader=DataLoader(Dies(*data()[:]), batch_size=8))
+for x, y in made.data_loader:
+    made.optimizer.zero_grad()
+    made.criterion(made.module(x), y).backward()
+    made.optimizer.step()
+    Dies.step += 1
+    if Dies.step == 2:
+        engine.save(folder / "saved.pt")
+"""
+
+
+def test_a_killed_training_has_paid_for_what_it_drew(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    call = [sys.executable, "-c", KILLED, str(tmp_path), str(ROOT / "tests")]
+    done = subprocess.run(call, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert charges(tmp_path / "ward-7") == 5
+    engine, made = resumed(tmp_path / "saved.pt")
+    with engine:
+        assert engine.steps == 5
+        with pytest.warns(UserWarning, match="spent after 10"):
+            assert train(made, epochs=4) == 5
 
 
 def test_state_of_the_optimizer_comes_back(tmp_path: Path) -> None:

@@ -94,7 +94,8 @@ def promise_text(promise: Promise) -> str:
         "the training loop feeds the network the batches of the private loader, and lets nothing"
         " else of the data out",
         "floating point behaves as the reals up to the stated margins: in single precision units"
-        " are clipped to the norm over 1 + 10⁻³, releases are rounded to a public grid",
+        " are clipped to the norm over 1 + 10⁻³, releases are rounded to a public grid; how one"
+        " record's numbers are rounded does not depend on who else was drawn",
     ]
     open_ = [
         "losses, outputs and metrics on training data, and the sizes of batches: they carry no"
