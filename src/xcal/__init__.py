@@ -1,7 +1,8 @@
 """XCal-FL: federated training of image classifiers under a hard differential-privacy budget.
 
 `xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
-of an experiment (`xcal.config.Experiment`) by name.
+of an experiment (`xcal.config.Experiment`) by name. `xcal.PrivacyEngine` makes a torch training
+loop of your own private, with the calls of Opacus.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xcal.dp.calibration import Plan
+    from xcal.dp.engine import PrivacyEngine
     from xcal.federation.local import Progress
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "plan", "run"]
+__all__ = ["PrivacyEngine", "__version__", "plan", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for."""
+    if name == "PrivacyEngine":
+        from xcal.dp.engine import PrivacyEngine
+
+        return PrivacyEngine
+    raise AttributeError(f"module 'xcal' has no attribute {name!r}")
 
 
 def plan(*, units: int, **keys: Any) -> Plan:

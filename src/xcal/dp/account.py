@@ -74,6 +74,16 @@ class Account:
         return len(self._charges)
 
     @property
+    def charges(self) -> Sequence[Charge]:
+        """What this run has paid, in order."""
+        return self._charges
+
+    @property
+    def next_step(self) -> int:
+        """The first step of a run without rounds that was not paid for yet."""
+        return self._last[1] + 1
+
+    @property
     def rounds_paid(self) -> set[int]:
         """The rounds in which this run has paid for a step."""
         return {c.round for c in self._charges}

@@ -19,6 +19,9 @@ from xcal.dp.clipping.recorder import INSTEAD_OF_BATCH_NORM, Recorded, record
 from xcal.dp.clipping.tape import Units
 from xcal.dp.padding import filled_up
 from xcal.errors import UserError
+from xcal.dp.clipping.plain import Plain
+from xcal.dp.clipping.recorder import Recorder, refuse_other_uses
+from xcal.dp.clipping.tape import Book
 
 # Their parameters go into operations that have no rule, and nothing in them may train.
 _WITHOUT_RULE = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
@@ -382,8 +385,7 @@ class ClippingEngine:
         )
 
     def _margin(self) -> float:
-        types = {p.dtype for p in self._model.parameters() if p.requires_grad}
-        return 0.0 if types <= {torch.float64} else _FLOAT32_MARGIN
+        return _margin(self._model)
 
     def _dtype(self, images: Tensor) -> torch.dtype:
         """In which losses are weighted: words come as integers."""
@@ -391,17 +393,81 @@ class ClippingEngine:
             return images.dtype
         return next((p.dtype for p in self._model.parameters()), torch.float32)
 
-    def _every_parameter(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """In the network's own order and shapes, zeros for parameters the loss did not reach."""
-        return {
-            name: (
-                gradients[name].view(parameter.shape)
-                if name in gradients
-                else torch.zeros_like(parameter, requires_grad=False)
-            )
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad
-        }
+    def _every_parameter(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _every_parameter(self._model, gradients)
+
+
+class OpenPass:
+    """A pass in two halves, for a training loop that calls network and loss itself.
+
+    Everything that the network does inside `recording()` is recorded; several calls count together.
+    `finish` then takes one loss per image, made of their outputs, and goes back through all of it.
+    Guaranteed: as `ClippingEngine.clipped_sum`. Networks that draw at random (dropout) are taken:
+    nothing is done again here.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, *, clip: float, units: Units) -> None:
+        self._model, self._units, self._bound = model, units, Bound(clip)
+        self.check()
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        like = next(p for p in model.parameters() if p.requires_grad)
+        self._book = Book(units, like.device)
+        self._anchor = like.detach().new_zeros((), requires_grad=True)
+        self._rows = rows
+        self._plain = Plain(model, rows, self._book, self._anchor)
+
+    def check(self) -> None:
+        """Refuse a network that cannot be clipped right as it stands."""
+        _refuse_unsupported(self._model, None, dropout=True)
+
+    def recording(self) -> Recorder:
+        """The context in which the network is called."""
+        self.check()
+        return Recorder(self._plain, self._rows, self._book, self._anchor)
+
+    def finish(self, losses: Tensor) -> ClippedSum:
+        """The sum over units of clipped gradients of their images' mean loss; see `ClippedSum`.
+
+        Its `logits` are the losses.
+        """
+        of_image = self._units.of_image
+        weighted = losses
+        if of_image is not None:
+            sizes = torch.bincount(of_image, minlength=self._units.count)
+            weighted = losses / sizes.to(losses.dtype)[of_image]
+        total = weighted.sum()
+        refuse_other_uses(total, self._names)
+        # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            torch.autograd.grad(total, [self._anchor], allow_unused=True)
+            self._plain.settle()
+            norms = self._book.squared_norms().sqrt()
+            finite = torch.isfinite(losses.detach())
+            dropped = ~torch.isfinite(norms) | self._units.any_image(~finite)
+            if dropped.any():
+                self._book.drop(dropped)
+            limit = self._bound.norm / (1 + _margin(self._model))
+            factors = _factors(limit, norms).masked_fill(dropped, 0.0)
+            gradients = _every_parameter(self._model, self._book.weighted_sum(factors))
+        return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
+
+
+def _margin(model: nn.Module) -> float:
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    return 0.0 if types <= {torch.float64} else _FLOAT32_MARGIN
+
+
+def _every_parameter(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In the network's own order and shapes, zeros for parameters the loss did not reach."""
+    return {
+        name: (
+            gradients[name].view(parameter.shape)
+            if name in gradients
+            else torch.zeros_like(parameter, requires_grad=False)
+        )
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def _any_loss(output: Tensor, _: Tensor) -> Tensor:

@@ -181,6 +181,19 @@ class Book:
         for lookup in self._lookups.values():
             yield lookup.g
 
+    def drop(self, units: Tensor) -> None:
+        """Make nothing of the marked units, whatever was written of them: 0 x NaN is not 0."""
+        kept = ~units
+        for name, parts in self._rows.items():
+            self._rows[name] = torch.where(kept.view(1, -1, 1), parts, 0.0)
+        images = self.units.per_image(kept).view(-1, 1, 1, 1)
+        for name, pair in self._pairs.items():
+            g, x = torch.where(images, pair.g, 0.0), torch.where(images, pair.x, 0.0)
+            self._pairs[name] = _Pair(g, x, pair.shape, None)
+        for name, lookup in self._lookups.items():
+            g = torch.where(self.units.per_image(kept).view(-1, 1, 1), lookup.g, 0.0)
+            self._lookups[name] = _Lookup(g, lookup.ids, lookup.table)
+
     def squared_norms(self) -> Tensor:
         """The squared norm of every unit's whole scaled gradient, in float64.
 

@@ -1,0 +1,128 @@
+"""The private data loader: pays for a batch, then draws it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from xcal.dp.apart import mapped
+from xcal.dp.refusals import Refused
+from xcal.dp.steps import PrivateSteps
+
+
+class PoissonBatches(Sampler[list[int]]):
+    """One epoch of charged Poisson draws; ends early where the budget does."""
+
+    def __init__(self, steps: PrivateSteps, done: int = 0) -> None:
+        self._steps = steps
+        self._done = done  # of an epoch that a resumed training was in
+
+    def __len__(self) -> int:
+        return self._steps.per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        done, self._done = self._done, 0
+        for _ in range(done, self._steps.per_epoch):
+            indices = self._steps.draw()
+            if indices is None:
+                return
+            yield indices
+
+
+class _Collate:
+    """The loader's own collate function; an empty draw has its shapes, and no rows."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
+        self._collate, self._dataset = collate, dataset
+
+    def __call__(self, batch: list[Any]) -> Any:
+        if batch:
+            return self._collate(batch)
+        return mapped(self._collate([self._dataset[0]]), lambda t: t[:0] if t.dim() else t)
+
+
+class PrivateLoader(DataLoader[Any]):
+    """Batches of units drawn by Poisson sampling, each paid for before it is drawn.
+
+    It ends at the end of an epoch or of the budget. With worker processes batches are drawn, and
+    so paid for, ahead of the loop: those that are not used when it is left are lost.
+    """
+
+    def __init__(self, given: DataLoader[Any], steps: PrivateSteps, done: int = 0) -> None:
+        self._steps = steps
+        super().__init__(
+            given.dataset,
+            batch_sampler=PoissonBatches(steps, done),
+            collate_fn=_Collate(given.collate_fn, given.dataset),
+            num_workers=given.num_workers,
+            pin_memory=given.pin_memory,
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            multiprocessing_context=given.multiprocessing_context,
+            generator=given.generator,
+            prefetch_factor=given.prefetch_factor,
+            persistent_workers=given.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        steps = self._steps
+        known = steps.spent
+        steps.check_stepped()
+        steps.begin_epoch()
+        batches = super().__iter__()
+        while True:
+            steps.check_stepped()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                break
+            steps.open()
+            yield batch
+        steps.end_epoch()
+        if steps.spent and not known:
+            warnings.warn(
+                f"The privacy budget is spent after {steps.charged} steps: the loader ends here.",
+                stacklevel=2,
+            )
+
+
+def check_loader(loader: DataLoader[Any]) -> None:
+    """Refuse a loader whose own sampling Poisson sampling would replace silently."""
+    if isinstance(loader, PrivateLoader):
+        raise Refused("loader", "The data_loader is private already: give the one it was made of.")
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise Refused(
+            "loader",
+            "The data_loader must be a torch DataLoader over a data set with a length: Poisson"
+            " sampling draws every item by itself, which a stream does not allow.",
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise Refused(
+            "loader",
+            "The data_loader has a batch sampler of its own (or batch_size=None), which Poisson"
+            " sampling would replace: build it with batch_size instead.",
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not plain:
+        raise Refused(
+            "loader",
+            f"The data_loader has a sampler of its own ({type(sampler).__name__}), which Poisson"
+            " sampling would replace: use shuffle=True, and torch.utils.data.Subset for a part.",
+        )
+    if not len(loader):
+        raise Refused("loader", "The data_loader has no batches: give it data.")

@@ -1,0 +1,371 @@
+"""One private training, step by step: charge, draw, clip, release.
+
+The objects of a loop (`wrappers.py`, `loader.py`) only pass on what the loop does. What holds is
+here: a batch is drawn after its charge is on record, what comes of it is released once, with the
+noise that was charged for, and the optimizer takes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from xcal.data.sampling import UnitTable, images_of, poisson_draw
+from xcal.dp.apart import check_rows_apart, mapped, tensors
+from xcal.dp.refusals import Refused
+from xcal.errors import UserError
+from xcal.privacy.account import Account
+from xcal.privacy.filter import BudgetExhausted
+from xcal.privacy.mechanism import ChargedStep, Mechanism
+from xcal.privacy.noise import NoiseKey, NoiseSource
+from xcal.training.clipping import OpenPass
+from xcal.training.clipping.book import Units
+from xcal.training.independence import check_remembers_nothing, remembered
+
+
+@dataclass(frozen=True)
+class Records:
+    """The data set as units: what a charged step draws from."""
+
+    table: UnitTable
+
+    def draw(
+        self, rate: float, noise: NoiseSource, key: NoiseKey
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Each unit independently: its records' indices, each one's unit, how many units."""
+        drawn = poisson_draw(noise.uniforms(key, self.table.n_units), rate)
+        largest = max(1, int(self.table.sizes.max(initial=0)))
+        indices, unit_of = images_of(drawn, self.table, largest)
+        return indices, unit_of, len(drawn)
+
+
+@dataclass
+class Draw:
+    """A batch that was paid for, from its draw to the optimizer's step."""
+
+    charged: ChargedStep
+    indices: list[int]
+    unit_of: Tensor
+    units: int
+    opened: OpenPass | None = None
+    called: bool = False
+    going_back: bool = False
+    before: dict[str, str] = field(default_factory=dict)
+    released: dict[str, Tensor] | None = None
+    stepped: bool = False
+
+    @property
+    def rows(self) -> int:
+        return len(self.indices)
+
+
+class PrivateSteps:
+    """What network, criterion, optimizer and loader of one training share.
+
+    Guarantee: every batch is drawn after its charge is on record; the sum of its units' gradients,
+    each clipped to the norm that was charged for, is released once, with the noise that was charged
+    for; `p.grad` holds nothing of the data before that, and the optimizer takes nothing else.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        account: Account,
+        mechanism: Mechanism,
+        records: Records,
+        noise: NoiseSource,
+        *,
+        by_group: bool,
+        per_epoch: int,
+        divisor: float,
+    ) -> None:
+        self.module, self.account, self.mechanism = module, account, mechanism
+        self.per_epoch = per_epoch
+        self.spent = False
+        self.taken = 0  # optimizer steps
+        self._records, self._noise = records, noise
+        self._by_group, self._divisor = by_group, divisor
+        self._ahead: deque[Draw] = deque()
+        self._current: Draw | None = None
+        self._stepping = False
+        self._looked_at: set[str] = set()
+
+    def __deepcopy__(self, _: object) -> PrivateSteps:
+        return self  # a copy of the network is another network of the same training
+
+    @property
+    def charged(self) -> int:
+        """Steps that were paid for."""
+        return len(self.account.charges)
+
+    @property
+    def clip(self) -> float:
+        return self.mechanism.releases[0].sensitivity
+
+    def take_up(self, charged: int, taken: int) -> None:
+        """Go on where a training was saved; in memory, with its charges paid again."""
+        for step in range(self.charged, charged):
+            self.mechanism.charge(
+                self.account, 0, step, inputs=None, noise=self._noise, key=self._key(step)
+            )
+        self.taken = taken
+
+    @staticmethod
+    def _key(step: int) -> Callable[[str], NoiseKey]:
+        return lambda block: NoiseKey("library", "dp-sgd", 0, step, block)
+
+    # The loader's side.
+
+    def begin_epoch(self) -> None:
+        self._ahead.clear()
+
+    def check_stepped(self) -> None:
+        """Before anything more is charged: is a released gradient waiting for its step?"""
+        draw = self._current
+        if draw is not None and draw.released is not None and not draw.stepped:
+            if any(p.grad is not None and p.grad.any() for p in self._parameters().values()):
+                raise Refused(
+                    "not-zeroed",
+                    "The loader was asked for the next batch before optimizer.step(): gradients of"
+                    " several draws cannot be accumulated, a larger batch_size draws more at once.",
+                )
+
+    def draw(self) -> list[int] | None:
+        """Charge a step, durably, then draw its batch. None: the budget does not cover it."""
+        step = self.account.next_step
+        try:
+            charged = self.mechanism.charge(
+                self.account, 0, step, inputs=None, noise=self._noise, key=self._key(step)
+            )
+        except BudgetExhausted:
+            if not self.spent:
+                self.account.halt(0, step)
+            self.spent = True
+            return None
+        indices, unit_of, units = charged.draw(self._records)
+        drawn = Draw(charged, indices.tolist(), torch.from_numpy(unit_of), units)
+        self._ahead.append(drawn)
+        return drawn.indices
+
+    def open(self) -> None:
+        """The batch of the oldest draw is handed to the loop."""
+        self._current = self._ahead.popleft()
+
+    def end_epoch(self) -> None:
+        self._current = None
+
+    # The network's side.
+
+    def forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The network's answer in training mode, recorded."""
+        draw = self._current
+        if draw is None:
+            raise Refused(
+                "no-draw",
+                "The network was called in training mode without a batch of the private loader:"
+                " call model.eval() (or use torch.no_grad()) outside the training loop.",
+            )
+        if draw.released is not None:
+            raise Refused(
+                "second-backward",
+                "The network was called in training mode after this batch's backward pass: one"
+                " draw pays for one; call model.eval() (or use torch.no_grad()) to look at it.",
+            )
+        rows = next((len(t) for t in tensors((args, dict(kwargs))) if t.dim()), None)
+        if rows is None or rows != draw.rows:
+            raise Refused(
+                "other-rows",
+                f"The network was given {rows} rows, and {draw.rows} were drawn: give it the whole"
+                " batch of the private loader, and nothing else, in training mode.",
+            )
+        draw.called = True
+        if not rows:
+            return self._nobody(call, args, kwargs)
+        if draw.opened is None:
+            draw.opened = self._opened(draw)
+            draw.before = remembered(self.module)
+        if rows > 1:
+            self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
+        try:
+            with draw.opened.recording():
+                answer = call(*args, **kwargs)
+        except UserError as error:
+            raise Refused("network", str(error)) from None
+        for tensor in tensors(answer):
+            if tensor.requires_grad:
+                tensor.register_hook(self._going_back_of(draw))  # type: ignore[no-untyped-call]
+        return answer
+
+    def look_once(self, what: str, check: Callable[[], None]) -> None:
+        """Make a check the first time that there is something to look at."""
+        if what not in self._looked_at:
+            check()
+            self._looked_at.add(what)
+
+    def _opened(self, draw: Draw) -> OpenPass:
+        device = next(self.module.parameters()).device
+        units = Units(draw.units, draw.unit_of.to(device) if self._by_group else None)
+        try:
+            return OpenPass(self.module, draw.rows, clip=self.clip, units=units)
+        except UserError as error:
+            raise Refused("network", str(error)) from None
+
+    def _nobody(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """No rows, with the shapes that a blank row shows: not every network takes none."""
+
+        def blank(t: Tensor) -> Tensor:
+            return t.new_zeros(1, *t.shape[1:]) if t.dim() and not len(t) else t
+
+        with torch.no_grad():
+            answer = call(*mapped(args, blank), **mapped(dict(kwargs), blank))
+        return mapped(answer, lambda t: t[:0])
+
+    @staticmethod
+    def _going_back_of(draw: Draw) -> Callable[[Tensor], None]:
+        def check(_: Tensor) -> None:
+            if not draw.going_back:
+                raise Refused(
+                    "foreign-loss",
+                    "A gradient was asked for of a loss that is not the private criterion's:"
+                    " make it with the criterion that make_private returned, and call its"
+                    " backward().",
+                )
+
+        return check
+
+    # The criterion's side.
+
+    def backward(self, losses: Tensor) -> None:
+        """From one loss per row to released gradients in `p.grad`."""
+        draw = self._current
+        if draw is None or not draw.called:
+            raise Refused(
+                "no-draw",
+                "backward() was called for a loss of no draw: call the network that make_private"
+                " returned, in training mode, on a batch of the private loader.",
+            )
+        if draw.released is not None or (draw.rows and draw.opened is None):
+            raise Refused(
+                "second-backward",
+                "backward() was called a second time for one draw, which pays for one release:"
+                " add several losses up before their backward pass.",
+            )
+        if losses.shape != (draw.rows,):
+            raise Refused(
+                "reduced-loss",
+                f"The criterion gave losses of shape {tuple(losses.shape)} for {draw.rows} samples:"
+                " it must give one number per sample and average nothing over them.",
+            )
+        self._check_zeroed()
+        if draw.rows and not losses.requires_grad:
+            raise Refused(
+                "no-draw",
+                "backward() was called for a loss that no parameter leads to: was the network in"
+                " evaluation mode, called without gradients, or its output detached?",
+            )
+        parameters = self._parameters()
+        sums = {name: torch.zeros_like(p).detach() for name, p in parameters.items()}
+        if draw.rows:
+            assert draw.opened is not None
+            draw.going_back = True
+            try:
+                sums = draw.opened.finish(losses).gradients
+                check_remembers_nothing(self.module, draw.before)
+            except UserError as error:
+                raise Refused("network", str(error)) from None
+            finally:
+                draw.going_back = False
+                draw.opened = None
+        released = draw.charged.release_tensors("gradient", sums, sensitivity=self.clip)
+        draw.released = {
+            name: value.div_(self._divisor).to(parameters[name].dtype)
+            for name, value in released.tensors.items()
+        }
+        for name, parameter in parameters.items():
+            parameter.grad = draw.released[name].clone()
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _check_zeroed(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise Refused(
+                    "not-zeroed",
+                    f"Parameter {name!r} already holds a gradient before this batch's backward"
+                    " pass: call optimizer.zero_grad() for every batch.",
+                )
+
+    # The optimizer's side.
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer take the released gradient."""
+        draw = self._current
+        if (draw is None or draw.stepped) and self.spent:
+            raise Refused(
+                "budget", "The privacy budget is spent: no further step is taken, the loader ended."
+            )
+        if draw is None or draw.stepped:
+            raise Refused(
+                "no-draw",
+                "optimizer.step() was called without a draw of its own: iterate over the loader"
+                " that make_private returned, one step for each batch.",
+            )
+        if draw.released is None:
+            raise Refused(
+                "no-backward",
+                "optimizer.step() was called before this batch's backward pass: make the loss with"
+                " the criterion that make_private returned, and call its backward().",
+            )
+        check_parameters(self.module, optimizer)
+        for name, parameter in self.module.named_parameters():
+            released = draw.released.get(name)
+            grad = parameter.grad
+            if (grad is None) != (released is None) or (
+                grad is not None and released is not None and not torch.equal(grad, released)
+            ):
+                raise Refused(
+                    "changed-gradients",
+                    f"The gradient of {name!r} was changed between backward() and"
+                    " optimizer.step(): clipping is done by max_grad_norm, anything else cannot be"
+                    " told from a gradient that was not released.",
+                )
+        draw.stepped = True
+        self._stepping = True
+        try:
+            optimizer.step()
+        finally:
+            self._stepping = False
+        self.taken += 1
+
+    def guard(self, *_: object) -> None:
+        """Before any step of the optimizer that was handed in."""
+        if not self._stepping:
+            raise Refused(
+                "unwrapped-optimizer",
+                "The optimizer that was handed in was stepped: step the one that make_private"
+                " returned.",
+            )
+
+
+def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that would train what is not clipped and noised."""
+    own = {id(p) for p in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(p) not in own for p in group["params"]):
+            raise Refused(
+                "foreign-parameters",
+                f"Parameter group {number} of the optimizer holds parameters that are not the"
+                " module's: give one module that holds all that is trained.",
+            )
