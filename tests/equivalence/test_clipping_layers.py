@@ -476,3 +476,15 @@ def test_scaled_geometry_reaches_every_kind_of_use(whole):
         expected = one_at_a_time(model, ids, labels(5), clip=1.5, geometry=geometry, units=units)
         for name, part in expected.items():
             assert float((found.gradients[name] - part).abs().max()) < 1e-10, name
+
+
+def test_a_network_with_shared_modules_and_tied_weights_gets_its_own_weights_back():
+    shared = nn.Linear(6, 6)
+    model = Tokens(shared, nn.Tanh(), shared, nn.Linear(6, 6))
+    model.body[3].weight = shared.weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ids = [id(p) for p in model.parameters()]
+    ClippingEngine(model).clipped_sum(drawn(4, 5, 6).float(), labels(4), clip=1.0)
+    assert [id(p) for p in model.parameters()] == ids
+    assert model.body[0].weight is model.body[3].weight
+    assert all(torch.equal(before[n], value) for n, value in model.state_dict().items())

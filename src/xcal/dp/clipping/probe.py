@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from xcal.dp.clipping.fallback import Fallback
 from xcal.dp.clipping.losses import Loss, per_sample
@@ -85,7 +84,7 @@ def _agree(
     samples = _made_up(inputs, source, dtype)
     if targets.is_floating_point():
         targets = targets.to(dtype)
-    with _reparametrize_module(model, _made_up_weights(model, source, dtype), tie_weights=True):
+    with _other_weights(model, source, dtype):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         units, weights = Units(_SAMPLES), samples.new_ones(_SAMPLES, dtype=dtype)
         seen = record(
@@ -121,20 +120,35 @@ def _agree(
     return True
 
 
-def _made_up_weights(
-    model: nn.Module, source: torch.Generator, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Made-up weights, and the network's own buffers, in this type."""
-    state = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in model.named_buffers()
-    }
-    for name, value in model.named_parameters():
-        drawn = torch.randn(value.shape, generator=source).to(value.device, dtype)
-        # Weights by the number of their inputs, scales and shifts around one.
-        other = drawn / value[0].numel() ** 0.5 if value.dim() > 1 else 1 + 0.2 * drawn
-        state[name] = other.requires_grad_(value.requires_grad)
-    return state
+@contextmanager
+def _other_weights(model: nn.Module, source: torch.Generator, dtype: torch.dtype) -> Iterator[None]:
+    """Made-up weights and the network's own buffers, in this type; all is put back.
+
+    One tensor for one parameter, wherever it stands: what is tied stays tied.
+    """
+    made: dict[int, Tensor] = {}
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        kept: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        places += [(one, n, value) for one in kept for n, value in one.items() if value is not None]
+    try:
+        for place, name, value in places:
+            if id(value) not in made:
+                made[id(value)] = _other(value, source, dtype)
+            place[name] = made[id(value)]
+        yield
+    finally:
+        for place, name, value in places:
+            place[name] = value
+
+
+def _other(value: Tensor, source: torch.Generator, dtype: torch.dtype) -> Tensor:
+    if not isinstance(value, nn.Parameter):
+        return value.to(dtype) if value.is_floating_point() else value
+    drawn = torch.randn(value.shape, generator=source).to(value.device, dtype)
+    # Weights by the number of their inputs, scales and shifts around one.
+    other = drawn / value[0].numel() ** 0.5 if value.dim() > 1 else 1 + 0.2 * drawn
+    return other.requires_grad_(value.requires_grad)
 
 
 def _made_up(inputs: Tensor, source: torch.Generator, dtype: torch.dtype) -> Tensor:
