@@ -94,7 +94,7 @@ def count_split(
     )
 
 
-def home() -> Path:
+def data_root() -> Path:
     """Where xcal keeps what it made: `XCAL_HOME`, by default a folder by the XDG rules."""
     if given := os.environ.get("XCAL_HOME"):
         return Path(given).expanduser()
@@ -114,13 +114,13 @@ def check_name(name: str) -> str:
 
 
 def folder_of(name: str, pixels: int) -> Path:
-    return home() / "data" / check_name(name) / f"{pixels}px"
+    return data_root() / "data" / check_name(name) / f"{pixels}px"
 
 
 @contextlib.contextmanager
 def exclusive(name: str) -> Iterator[None]:
     """Hold the set's lock: two imports of one name do not meet."""
-    root = home() / "data"
+    root = data_root() / "data"
     root.mkdir(parents=True, exist_ok=True)
     with (root / f".{check_name(name)}.lock").open("w") as lock:
         try:
@@ -136,7 +136,7 @@ def fresh_folder(name: str, pixels: int) -> Iterator[Path]:
 
     What an interrupted import left behind is removed first, so an import always starts clean.
     """
-    place = home() / "data" / f".{name}.{pixels}px.partial"
+    place = data_root() / "data" / f".{name}.{pixels}px.partial"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     try:
@@ -191,14 +191,14 @@ def _sha256(path: Path) -> str:
 
 def sizes_of(name: str) -> list[int]:
     """The sizes at which a set was imported, ascending."""
-    folder = home() / "data" / name
+    folder = data_root() / "data" / name
     found = [re.fullmatch(r"(\d+)px", p.name) for p in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 
 def list_datasets() -> tuple[DatasetInfo, ...]:
     """All imported sets at all their sizes; damaged ones are left out."""
-    root = home() / "data"
+    root = data_root() / "data"
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         if folder.is_dir() and not folder.name.startswith("."):
@@ -247,7 +247,7 @@ def read_info(name: str, pixels: int | None = None) -> DatasetInfo:
 
 
 def known_names() -> list[str]:
-    root = home() / "data"
+    root = data_root() / "data"
     folders = sorted(root.iterdir()) if root.is_dir() else []
     return [p.name for p in folders if not p.name.startswith(".") and sizes_of(p.name)]
 

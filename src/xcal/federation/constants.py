@@ -18,7 +18,7 @@ from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
-from xcal.data.store import home
+from xcal.data.store import data_root
 from xcal.errors import UserError
 from xcal.federation.files import write_tensors
 from xcal.federation.setup import AGREE, DATA_SEED, may_measure
@@ -50,7 +50,7 @@ def with_constants(experiment: Experiment) -> Experiment:
     state.update(f"{experiment.network} {experiment.norm} {experiment.output_stride}".encode())
     state.update(experiment.head_reads.encode())
     name = f"{experiment.data.replace(':', '.')}-{experiment.pixels}px"
-    path = home() / "weights" / f"{name}-{state.hexdigest()[:16]}.safetensors"
+    path = data_root() / "weights" / f"{name}-{state.hexdigest()[:16]}.safetensors"
     if not path.exists():
         write_constants(experiment, images, path)
     return experiment.model_copy(update={"weights": str(path)})
