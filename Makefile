@@ -63,7 +63,7 @@ test-faults: install
 
 # Real processes on loopback; the engines are extras, so they are installed here.
 test-federation: install
-	@echo "== Federation: messages, homes, engines =="
+	@echo "== Federation: messages, sites, engines =="
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,flower,nvflare]'
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 0 tests/federation
 

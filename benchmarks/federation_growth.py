@@ -5,7 +5,7 @@
 
 Runs the real coordinator (requests encoded, answers decoded and checked, averaged, checkpointed)
 over a carrier whose simulated sites answer at once with the weights they were sent, so that what is
-left is the server's own work. Processor seconds are counted, not the clock's: neighbours on the
+left is the server's own work. Processor seconds are counted, not the clock's: neighbors on the
 machine do not change them much. Writes benchmarks/results/federation-growth.{json,md}.
 """
 

@@ -1,4 +1,4 @@
-"""What passes of one fixed size cost a real home: `python benchmarks/fixed_passes.py`.
+"""What passes of one fixed size cost a real site: `python benchmarks/fixed_passes.py`.
 
 The clipped sums of the same Poisson draws (expected batch 64, one thread, 64 pixels), in passes as
 large as the draw and in passes of 32 that are filled up; in turns in one process, by processor
@@ -21,7 +21,7 @@ from torch import nn
 from xcal.config import SECURE_ROWS
 from xcal.dp.clipping import ClippingEngine
 from xcal.federation.folder import commit, versions
-from xcal.federation.site import keep_freed_memory
+from xcal.federation.loaded_site import keep_freed_memory
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

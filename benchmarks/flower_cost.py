@@ -37,7 +37,7 @@ KEYS = {
     "network": "small",
     "pixels": 32,
     "train_images": 1000,
-    "batch": 10,
+    "expected_batch_size": 10,
     "rounds": ROUNDS,
     "threads": 1,
     "validation_images": 60,

@@ -24,7 +24,7 @@ def measure(keep: bool) -> dict[str, float]:
     """Processor seconds a pass, of the process and of the system, and page faults."""
     import torch
 
-    from xcal.federation.site import keep_freed_memory
+    from xcal.federation.loaded_site import keep_freed_memory
     from xcal.models.efficientnet import efficientnet_b0
 
     if keep and not keep_freed_memory():

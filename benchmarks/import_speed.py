@@ -4,7 +4,7 @@
 
 Pillow's part reads every image that the import keeps straight from the zip, decodes it, makes it
 RGB and resizes it as the import does, one process a core, and throws the result away. The import is
-the real command in a fresh home: it also looks for broken files, hashes the source, finds the
+the real command in a fresh site: it also looks for broken files, hashes the source, finds the
 groups and writes the cache. Both are repeated in turn, so that a busy machine meets both alike;
 writes `benchmarks/results/import.md`.
 """
@@ -51,11 +51,11 @@ def pillow_seconds(source: str, names: list[str], pixels: int, cores: int) -> fl
 
 
 def import_seconds(source: str, pixels: int) -> float:
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory() as site_dir:
         began = time.perf_counter()
         words = [sys.executable, "-m", "xcal", "data", "import", source, "--pixels", str(pixels)]
         subprocess.run(
-            words, env=os.environ | {"XCAL_HOME": home}, check=True, stdout=subprocess.DEVNULL
+            words, env=os.environ | {"XCAL_HOME": site_dir}, check=True, stdout=subprocess.DEVNULL
         )
         return time.perf_counter() - began
 

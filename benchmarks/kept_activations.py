@@ -1,4 +1,4 @@
-"""How much a step gains where what a frozen beginning makes of an image is kept.
+"""How much a step gains where what a frozen backbone makes of an image is kept.
 
     python benchmarks/kept_activations.py
 
@@ -18,8 +18,8 @@ import torch
 from xcal.dp.clipping import ClippingEngine
 from xcal.experiments import make_experiment
 from xcal.federation.folder import command, commit, versions
+from xcal.models.backbone import split_backbone
 from xcal.models.registry import build_network
-from xcal.models.split import split_frozen
 
 OUT = Path(__file__).parent / "results" / "kept-activations.md"
 IMAGES, REPETITIONS = 16, 3
@@ -54,14 +54,14 @@ def main() -> None:
     for pixels, stride, train in CASES:
         keys = {"network": "efficientnet_b0", "norm": "frozen", "output_stride": stride}
         model = build_network(make_experiment({**keys, "train": train, "pixels": pixels}), 4)
-        split = split_frozen(model)
+        split = split_backbone(model)
         assert split is not None
         images = torch.randn(IMAGES, 3, pixels, pixels, generator=generator)
         labels = torch.randint(0, 4, (IMAGES,), generator=generator)
         kept = split.begin(images)
         engine = ClippingEngine(model)
         whole = least(lambda: engine.clipped_sum(images, labels, clip=1.0))  # noqa: B023
-        rest = least(lambda: engine.clipped_sum(kept, labels, clip=1.0, forward=split.go_on))  # noqa: B023
+        rest = least(lambda: engine.clipped_sum(kept, labels, clip=1.0, forward=split.forward_head))  # noqa: B023
         lines.append(
             f"| {pixels} | {stride} | `{train}` | {whole:.1f} | {rest:.2f} | {whole / rest:.1f} |"
             f" {kept[0].numel() * 4 / 1024:.0f} |"
@@ -69,7 +69,7 @@ def main() -> None:
         print(lines[-1], flush=True)
     about = ", ".join(f"{name} {version}" for name, version in versions().items())
     OUT.write_text(
-        "# Steps with and without kept activations\n\nEfficientNet-B0, one thread,"
+        "# Steps with and without feature cache\n\nEfficientNet-B0, one thread,"
         f" `{command()}` at commit {commit()}; {about}.\n\n" + "\n".join(lines) + "\n"
     )
 

@@ -63,7 +63,7 @@ def tables() -> dict[str, str]:
         "tried": table(tried, ("validation_macro_f1",)),
         "compute": f"{len(tried)} settings and seeds tried, {len(tested)} tested, in"
         f" {seconds / 60:.0f} minutes of wall time on one thread of a busy machine, beside what"
-        " the frozen beginning took.",
+        " the frozen backbone took.",
     }
 
 

@@ -91,16 +91,16 @@ class Found:
     """Seeds that agreed with files already placed: their pictures were made one."""
 
 
-def key_points(grey: NDArray[np.uint8], points: int = POINTS, contrast: float = 0.02) -> Points:
+def key_points(gray: NDArray[np.uint8], points: int = POINTS, contrast: float = 0.02) -> Points:
     """SIFT, away from the black borders that the copying left; square roots of the histograms."""
     import cv2
 
-    shown = (cv2.medianBlur(grey, 5) > 20).astype(np.uint8)
+    shown = (cv2.medianBlur(gray, 5) > 20).astype(np.uint8)
     shown = cv2.copyMakeBorder(shown, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
     shown = np.ascontiguousarray(cv2.erode(shown, np.ones((15, 15), np.uint8))[1:-1, 1:-1])
     # SIFT counts before it masks, and about a fifth of a copy is border.
     sift = cv2.SIFT_create(nfeatures=points * 6 // 5, contrastThreshold=contrast)
-    found, raw = sift.detectAndCompute(grey, shown)
+    found, raw = sift.detectAndCompute(gray, shown)
     places, looks = np.zeros((points, 2), np.float32), np.zeros((points, 128), np.float32)
     best = sorted(range(len(found)), key=lambda i: -found[i].response)[:points]
     if best:
@@ -110,7 +110,7 @@ def key_points(grey: NDArray[np.uint8], points: int = POINTS, contrast: float = 
     return Points(places, looks, len(best))
 
 
-def read_grey(archive: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
+def read_gray(archive: zipfile.ZipFile, name: str) -> NDArray[np.uint8]:
     import cv2
 
     return cv2.imdecode(np.frombuffer(archive.read(name), np.uint8), cv2.IMREAD_GRAYSCALE)
@@ -194,9 +194,9 @@ def both_ways(
     archive: zipfile.ZipFile, name: str, axes: Floats, points: int = POINTS, contrast: float = 0.02
 ) -> list[Points]:
     """A file's key points as it is and mirrored, which SIFT cannot see through."""
-    grey = read_grey(archive, name)
-    mirrored = np.ascontiguousarray(grey[:, ::-1])
-    both = [key_points(image, points, contrast) for image in (grey, mirrored)]
+    gray = read_gray(archive, name)
+    mirrored = np.ascontiguousarray(gray[:, ::-1])
+    both = [key_points(image, points, contrast) for image in (gray, mirrored)]
     return [Points(p.places, reduce_looks(p.looks, axes), p.count) for p in both]
 
 
@@ -208,7 +208,7 @@ def pictures_of_class(task: tuple[str, str, list[str]]) -> Found:
     cv2.setNumThreads(1)
     began = time.monotonic()
     with zipfile.ZipFile(source) as archive:
-        points = [key_points(read_grey(archive, name)) for name in names]
+        points = [key_points(read_gray(archive, name)) for name in names]
         places = np.stack([p.places for p in points])
         looks = np.stack([p.looks for p in points])
         axes = main_axes(looks)
@@ -273,9 +273,9 @@ def wide_views(task: tuple[str, list[str]]) -> list[str]:
     """
     source, names = task
     with zipfile.ZipFile(source) as archive:
-        grey = {name: read_grey(archive, name) for name in names}
-        names = sorted(names, key=lambda name: -int((grey[name] > 20).sum()))
-        points = [key_points(grey[name]) for name in names[: max(2, len(names) // 2)]]
+        gray = {name: read_gray(archive, name) for name in names}
+        names = sorted(names, key=lambda name: -int((gray[name] > 20).sum()))
+        points = [key_points(gray[name]) for name in names[: max(2, len(names) // 2)]]
         looks = np.stack([p.looks for p in points])
         axes = main_axes(looks)
         query = both_ways(archive, names[0], axes)
@@ -288,7 +288,7 @@ def compare_views(task: tuple[str, list[str], int, int]) -> list[tuple[int, int,
     source, views, first, step = task
     met = []
     with zipfile.ZipFile(source) as archive:
-        points = [key_points(read_grey(archive, name), MORE_POINTS, FAINT) for name in views]
+        points = [key_points(read_gray(archive, name), MORE_POINTS, FAINT) for name in views]
         places = np.stack([p.places for p in points])
         looks = np.stack([p.looks for p in points])
         axes = main_axes(looks)

@@ -4,7 +4,7 @@ Weights are constructed against the clipping engine, as a server would that know
 one unit contributes by itself must stay below C. What one more unit does to the sum of the others
 need not where passes are as large as the draw: libraries round differently for batches of other
 sizes, and where nothing but rounding is left of what a network computes, the others' gradients
-turn. In passes of one fixed size, which real homes have, they do not (SECURITY.md).
+turn. In passes of one fixed size, which real sites have, they do not (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def by_itself(channels: int) -> float:
     return float(total(ClippingEngine(nn.Sequential(conv, nn.Flatten(), head)), image).norm())
 
 
-def cancelling_efficientnet() -> nn.Module:
+def canceling_efficientnet() -> nn.Module:
     """Constants reach the last convolution, whose rows cancel them but for rounding."""
     network = efficientnet_b0(2, norm="group", trainable="head", seed=0)
     conv, norm = network.features[8][0], network.features[8][1]
@@ -85,7 +85,7 @@ def cancelling_efficientnet() -> nn.Module:
     return network
 
 
-def cancelling_small() -> nn.Module:
+def canceling_small() -> nn.Module:
     """The head's rows cancel under the gradient of equal logits, but for rounding."""
     network = small(3, seed=0)
     with torch.no_grad():
@@ -129,10 +129,10 @@ def main() -> None:
     for count in (16_385, 32_800, 65_600):
         lines.append(f"| one of {count:,} equal units | {many_equal_units(count):.4f} |")
     torch.manual_seed(0)
-    network, images = cancelling_efficientnet(), torch.rand(16, 3, 32, 32)
+    network, images = canceling_efficientnet(), torch.rand(16, 3, 32, 32)
     found = list(moved("EfficientNet-B0", network, images, (15, 16)))
     torch.manual_seed(0)
-    network = cancelling_small()
+    network = canceling_small()
     image = torch.rand(1, 3, 28, 28).expand(5, -1, -1, -1).contiguous()
     found += moved("`small`", network, image, (3, 4, 5))
     lines += [f"| {what} | {by:.2f} |" for what, by in found]

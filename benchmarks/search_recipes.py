@@ -4,7 +4,7 @@
 
 Every finished setting is a row of `benchmarks/results/recipes/DATA.csv`; a row that is there is not
 computed again, so an interrupted search goes on where it stood. Training is the package's own
-`client_round` and `server_round`; only what a frozen beginning makes of each image is computed once
+`client_round` and `server_round`; only what a frozen backbone makes of each image is computed once
 for all settings and kept in `--scratch`. The test images are not opened, but by `--test`, once for
 the setting that was chosen; those rows go to `DATA-test.csv`.
 """
@@ -39,14 +39,14 @@ from xcal.federation.constants import with_constants
 from xcal.federation.evaluation import predict
 from xcal.federation.exchange import RoundRequest, load_weights
 from xcal.federation.folder import command, commit
+from xcal.federation.loaded_site import LoadedSite, keep_freed_memory
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
-from xcal.federation.site import Site, keep_freed_memory
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import trainable
 from xcal.metrics.classification import macro_f1
+from xcal.models.backbone import Split, split_backbone
 from xcal.models.registry import build_network
-from xcal.models.split import Split, split_frozen
 
 RESULTS = Path(__file__).parent / "results" / "recipes"
 # What a setting is known by; the rest of a row is what came of it.
@@ -73,7 +73,7 @@ class Search:
         self._tables: dict[str, Tensor] = {}
 
     def activations(self, name: str, images: Images, split: Split) -> Tensor:
-        """What the frozen beginning makes of all images, computed once and kept on disk."""
+        """What the frozen backbone makes of all images, computed once and kept on disk."""
         key = f"{name}-{len(images)}-{split.digest()[:16]}"
         if key not in self._tables:
             about = f"{self._base['data']}-{self._base['pixels']}-{self._base['output_stride']}"
@@ -92,7 +92,7 @@ class Search:
         plan = federation.plans[0]
         assert plan is not None
         model = build_network(experiment, len(federation.data.classes))
-        split = split_frozen(model)
+        split = split_backbone(model)
         table = None
         if split is not None:
             table = self.activations("train", federation.data.train, split)
@@ -130,29 +130,31 @@ class Search:
         split: Split | None,
         table: Tensor | None,
         place: Path,
-    ) -> Iterator[Site]:
+    ) -> Iterator[LoadedSite]:
         experiment = federation.experiment
         for client, shard in enumerate(federation.parts.shards):
-            home = place / str(client)
+            site_dir = place / str(client)
             plan = federation.plans[client]
             assert plan is not None
             terms = Terms(f"search {client}", "record", plan.epsilon, plan.delta, simulated=True)
-            ledger.create(home / "ledger.sqlite", terms)
+            ledger.create(site_dir / "ledger.sqlite", terms)
             data = LocalData(
                 federation.data.train.take(shard.indices), unit="record", images_per_unit=1
             )
             if table is not None:
-                kept = data.keep_activations(split, experiment.keep_mb)
-                assert kept, "raise keep_mb"
+                kept = data.cache_features(split, experiment.feature_cache_mb)
+                assert kept, "raise feature_cache_mb"
                 data.inputs.fill(table[torch.from_numpy(shard.indices)])
-            yield Site(str(client), home, data, SeededNoise(experiment.seed), lambda: model)
+            yield LoadedSite(
+                str(client), site_dir, data, SeededNoise(experiment.seed), lambda: model
+            )
 
     def _f1(self, name: str, images: Images, model: nn.Module, split: Split | None) -> float:
         if split is None:
             return predict(model, images).macro_f1()
         shown = self.activations(name, images, split)
         with torch.no_grad():
-            logits = torch.cat([split.go_on(part) for part in shown.split(256)])
+            logits = torch.cat([split.forward_head(part) for part in shown.split(256)])
         return float(macro_f1(images.labels, logits.argmax(1).numpy(), logits.shape[1]))
 
 
@@ -237,9 +239,9 @@ def main() -> None:
         "clients": 3,
         "delta": 1e-5,
         "accountant": "renyi",  # as all committed settings were found
-        "keep_mb": 4096,
+        "feature_cache_mb": 4096,
         "chunk": 512,
-        "batch": 32,
+        "expected_batch_size": 32,
     }
     if given.network == "efficientnet_b0":
         weights = Path(os.environ["XCAL_DATA"]) / "weights" / "efficientnet_b0-imagenet.pth"
@@ -257,7 +259,7 @@ def main() -> None:
         epsilon=given.epsilon,
         optimizer=given.optimizer,
         momentum=given.momentum,
-        batch=given.batch,
+        batch=given.expected_batch_size,
         rounds=given.rounds,
         local_epochs=given.epochs,
         average=given.average,

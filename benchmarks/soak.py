@@ -86,7 +86,7 @@ def soak(clients: int, rounds: int) -> dict[str, Any]:
         "pixels": 32,
         "clients": clients,
         "rounds": rounds,
-        "batch": 9,
+        "expected_batch_size": 9,
         "epsilon": 5.0,
         "validation_images": 100,
         "road_images": 0,

@@ -99,7 +99,7 @@ def cells(chosen: list[str], seeds: Sequence[int] = SEEDS) -> Iterator[Cell]:
     for seed in seeds:
         for name in chosen:
             clips: tuple[float | None, ...] = CLIPS
-            if "clip" not in METHODS[keys_of(name)["method"]].uses:
+            if "max_grad_norm" not in METHODS[keys_of(name)["method"]].uses:
                 clips = (None,)
             for lr in LEARNING_RATES:
                 for clip in clips:
@@ -131,7 +131,7 @@ def run(cell: Cell, base: Federation) -> dict[str, Any]:
     """Train one cell; data, partition and plans depend on neither lr nor C and are taken over."""
     keys = {**keys_of(cell.method), "seed": cell.seed, "lr": cell.lr}
     if cell.clip is not None:
-        keys["clip"] = cell.clip
+        keys["max_grad_norm"] = cell.clip
     experiment: Experiment = make_experiment(keys)
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run", experiment, sorted(keys))

@@ -3,7 +3,7 @@
     python benchmarks/workers.py [--quick]
 
 Defaults of an experiment at 32 pixels, measuring between rounds included. Two numbers a federation:
-the ratio of wall times, which neighbours on the machine move, and that of processor times along the
+the ratio of wall times, which neighbors on the machine move, and that of processor times along the
 longest way (the server's, and of the workers the longest one's), which they hardly do. Writes
 `benchmarks/results/workers.md`, not with --quick.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what a first optimiser imports, for seconds: not what is measured here
+import torch._dynamo  # what a first optimizer imports, for seconds: not what is measured here
 
 from xcal.experiments import make_experiment
 from xcal.federation import local
@@ -37,7 +37,7 @@ def processor_time(pid: int) -> float:
     return (int(user) + int(system)) / _TICKS
 
 
-class Rounds(local.Silent):
+class Rounds(local.NullCallback):
     """Wall time of every round, and processor time of this process and of each worker in it."""
 
     def __init__(self) -> None:

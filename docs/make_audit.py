@@ -31,12 +31,12 @@ ONE_RUN = """## Canaries in one run
 Steinke, Nasr and Jagielski (2023): m canaries, each in by a fair coin; whoever watches guesses, or
 abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go through the real
 round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit which contributes
-zero, the neighbour of our guarantee, and the number of units is the declared one.
+zero, the neighbor of our guarantee, and the number of units is the declared one.
 
 - *gradient*: a fixed direction of norm C, the most that a unit can do, orthogonal to all others.
-- *mislabelled*: a real image under another label, through network, clipping and signal.
+- *mislabeled*: a real image under another label, through network, clipping and signal.
 - *client*: a whole client's update of norm C, for methods whose noise a trusted server adds. At
-  record level nothing is promised against that server, and mislabelled images are found or not as
+  record level nothing is promised against that server, and mislabeled images are found or not as
   in plain training.
 
 *Seen* is: every **step**'s release (what the guarantee covers, and more than any server gets);
@@ -67,13 +67,13 @@ The server takes a client's update for a gradient and searches pictures that hav
 al. 2019; L-BFGS on the squared distance) and the angle with a total-variation prior (Geiping et al.
 2020). *One step*: one image, batch 1, the label read off the last layer. *Whole round*: two images,
 two Poisson steps; the attacker is even told labels and how often each image was drawn. The network
-for which success is stated is a LeNet with sigmoids and no normalisation
+for which success is stated is a LeNet with sigmoids and no normalization
 (`xcal.audit.networks:lenet32`): its gradients hold the picture, brightness and all. `small`
-standardises its input and has ReLUs after GroupNorm; its pictures are given the originals' mean and
+standardizes its input and has ReLUs after GroupNorm; its pictures are given the originals' mean and
 deviation per channel before they are compared, which flatters the attack, and it still finds
 nothing. The private updates are those of `fl-dp` at a client with nothing but these images: nobody
 else's gradient hides them. The attacker's settings are the same everywhere; a smoother prior
-would turn its noise into grey, which has {grey:.1f} dB (each picture's own mean colour).
+would turn its noise into gray, which has {gray:.1f} dB (each picture's own mean color).
 
 ![Reconstructions beside originals](inversion.png)
 
@@ -193,8 +193,8 @@ def made_by(results: list[dict[str, Any]], attack: str) -> str:
     return "Made by " + "; ".join(lines) + ".\n\n" if lines else ""
 
 
-def grey(found: list[Inverted]) -> float:
-    """The median PSNR of answering with each original's own mean colour."""
+def gray(found: list[Inverted]) -> float:
+    """The median PSNR of answering with each original's own mean color."""
     originals = found[0].originals
     return float(
         psnr(originals, originals.mean((2, 3), keepdim=True).expand_as(originals)).median()
@@ -220,7 +220,7 @@ def main(folder: Path) -> None:
         if attack == "inversion":
             rows.sort(key=lambda r: (r["network"] == "small", -(r["epsilon"] or 1e9), r["setting"]))
         if rows:
-            lead = lead.replace("{grey:.1f}", f"{grey(found):.1f}") if found else lead
+            lead = lead.replace("{gray:.1f}", f"{gray(found):.1f}") if found else lead
             text += lead + show(rows) + made_by(results, attack)
     path = folder / "mutants.json"
     if path.exists():

@@ -12,7 +12,7 @@ from reproduce.paper import printed
 from reproduce.scales import PAPER_NETWORK
 from reproduce.store import CellResult, Results
 from xcal.studies.grid import Cell, Grid
-from xcal.studies.statistics import Difference, Measure, Summary, Verdict, compare, summarise
+from xcal.studies.statistics import Difference, Measure, Summary, Verdict, compare, summarize
 
 BASELINE = "fl-dp"
 METHOD_ORDER = ("centralized", "fl", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal")
@@ -58,7 +58,7 @@ class Series:
         values = [
             c.values[measure] for c in self.cells.values() if c.values.get(measure) is not None
         ]
-        return summarise(values) if values else None
+        return summarize(values) if values else None
 
 
 @dataclass(frozen=True)

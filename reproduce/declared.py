@@ -168,7 +168,9 @@ def clients(scale: Scale, choice: Choice) -> Grid:
                             values |= {"clients": count, "partition": shift}
                             # A small client cannot draw a large expected batch.
                             most = (values.get("train_images") or 10_000) // (2 * count)
-                            values["batch"] = min(values["batch"], max(8, most))
+                            values["expected_batch_size"] = min(
+                                values["expected_batch_size"], max(8, most)
+                            )
                             variant = f"N = {count}, {shift}"
                             cells.append(make_cell(scale.name, values, scale.explained, variant))
     return Grid(
@@ -288,9 +290,9 @@ def units(scale: Scale, choice: Choice) -> Grid:
                     cells.append(make_cell(scale.name, values, scale.explained))
                     # Few groups: a small expected batch. Noise on its mean is as much larger, so
                     # the rate is as much smaller.
-                    batch = min(8 if scale.name == "smoke" else 32, values["batch"])
-                    lr = values["lr"] * batch / values["batch"]
-                    whole = values | {"unit": "group", "batch": batch, "lr": lr}
+                    batch = min(8 if scale.name == "smoke" else 32, values["expected_batch_size"])
+                    lr = values["lr"] * batch / values["expected_batch_size"]
+                    whole = values | {"unit": "group", "expected_batch_size": batch, "lr": lr}
                     whole["images_per_unit"] = 4
                     cells.append(make_cell(scale.name, whole, scale.explained, "unit = group"))
     return Grid(

@@ -27,11 +27,11 @@ def lowess(
         distance = np.abs(x - here)
         reach = np.sort(distance)[min(nearest, len(x)) - 1]
         weight = (1 - np.clip(distance / max(reach * 1.0001, 1e-12), 0, 1) ** 3) ** 3
-        centre = (weight * x).sum() / weight.sum()
-        spread = (weight * (x - centre) ** 2).sum()
+        center = (weight * x).sum() / weight.sum()
+        spread = (weight * (x - center) ** 2).sum()
         level = (weight * y).sum() / weight.sum()
-        slope = (weight * (x - centre) * y).sum() / spread if spread > 1e-12 else 0.0
-        result[i] = level + slope * (here - centre)
+        slope = (weight * (x - center) * y).sum() / spread if spread > 1e-12 else 0.0
+        result[i] = level + slope * (here - center)
     return result
 
 

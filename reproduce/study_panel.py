@@ -25,7 +25,7 @@ from xcal.report.panel import in_multiples_of_mean
 from xcal.report.run_figures import Tile, data_uri
 from xcal.report.words import epsilon_text
 
-TOP = 4.0  # multiples of a map's mean that get the top colour
+TOP = 4.0  # multiples of a map's mean that get the top color
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def study_panels(results: Results, scale: str) -> list[StudyPanel]:
         shown = to_tensor(np.asarray(images.pixels[chosen]), mean=(0, 0, 0), std=(1, 1, 1))
         side = max(128, pixels)
         rows = []
-        for i, colours in enumerate(shown):
+        for i, colors in enumerate(shown):
             truth = test.classes[int(test.labels[chosen[i]])]
             alt = f"Test image of {truth}"
-            row = [Tile(data_uri(picture(colours, side=side)), alt, truth, "")]
+            row = [Tile(data_uri(picture(colors, side=side)), alt, truth, "")]
             for method, epsilon, cell in cells:
                 entry = cell.values["maps"][i]
                 saliency = torch.from_numpy(
@@ -96,7 +96,7 @@ def study_panels(results: Results, scale: str) -> list[StudyPanel]:
                 )
                 said = test.classes[entry["predicted"]]
                 name = f"{method}, ε {epsilon_text(epsilon)}"
-                drawn = overlay(colours, in_multiples_of_mean(saliency), side=side, peak=TOP)
+                drawn = overlay(colors, in_multiples_of_mean(saliency), side=side, peak=TOP)
                 row.append(
                     Tile(
                         data_uri(drawn),

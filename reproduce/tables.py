@@ -51,7 +51,7 @@ from reproduce.wording import (
 )
 from xcal.report.words import NOTHING, Table, epsilon_text
 from xcal.studies.grid import Grid
-from xcal.studies.statistics import summarise
+from xcal.studies.statistics import summarize
 
 
 @dataclass(frozen=True)
@@ -246,10 +246,10 @@ def overhead_view(grid: Grid, results: Results) -> StudyView:
             theirs = dict(zip(base.cells, round_seconds(base), strict=True))
             each = [100 * (ours[s] / theirs[s] - 1) for s in common]
             if each:
-                ratio = figure(summarise(each), 0) + " %"
+                ratio = figure(summarize(each), 0) + " %"
                 told = f"`{one.method}` {signed(float(np.mean(each)), 0)} %"
                 more.setdefault(where(one.place), []).append(told)
-        rows.append((f"`{one.method}`", where(one.place), figure(summarise(seconds), 2), ratio))
+        rows.append((f"`{one.method}`", where(one.place), figure(summarize(seconds), 2), ratio))
     low, high, top = (round(100 * v) for v in PRINTED_OVERHEAD)
     note = (
         f"The paper: 2·F_inf/(3F + O(P)), which is {low} to {high} % with F_inf = 0.5 to 0.7 F,"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reproduce.analysis import Comparison, Place, Series, interval, signed
 from reproduce.paper import printed
 from xcal.report.words import NOTHING
-from xcal.studies.statistics import Difference, Summary, summarise
+from xcal.studies.statistics import Difference, Summary, summarize
 
 
 def figure(found: Summary | None, digits: int = 3) -> str:
@@ -35,7 +35,7 @@ def auroc_difference(found: Comparison | None) -> str:
     if found.auroc is not None:
         return judged(found.auroc)
     each = found.auroc_by_seed
-    over = summarise(each)
+    over = summarize(each)
     spread = "" if over.deviation is None else f" ± {over.deviation:.3f}"
     return f"{signed(over.mean)}{spread} {sum(d > 0 for d in each)}:{sum(d < 0 for d in each)}"
 

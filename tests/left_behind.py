@@ -1,6 +1,6 @@
 """What an interrupted run left behind, checked against what it promises.
 
-`examine` after every interruption: every ledger verifies; every release that the homes' files know
+`examine` after every interruption: every ledger verifies; every release that the sites' files know
 of is charged, at the noise it was released with; no charge and no committed round is gone.
 `compare` when a run has come through: its model, its charges and its records equal those of a run
 that nobody disturbed.
@@ -37,7 +37,7 @@ def need(truth: bool, what: str) -> None:
 
 @dataclass
 class Snapshot:
-    """What a run's files say: what was paid, what was let out, which rounds are committed."""
+    """What a run's files say: what was paid, what was released, which rounds are committed."""
 
     charges: dict[str, list[Charge]] = field(default_factory=dict)
     released: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
@@ -57,8 +57,8 @@ def examine(out: Path, before: Snapshot) -> Snapshot:
         need(before.rounds == 0 and not before.charges, "the run's folder is gone")
         return now
     for client in CLIENTS:
-        home = out / "clients" / client
-        ledger = home / "ledger.sqlite"
+        site_dir = out / "clients" / client
+        ledger = site_dir / "ledger.sqlite"
         paid: list[Charge] = []
         if ledger.exists():
             check = verify(ledger)
@@ -70,7 +70,7 @@ def examine(out: Path, before: Snapshot) -> Snapshot:
         price = {(c.round, c.step): c for c in paid}
         need(len(price) == len(paid), f"client {client}: a step was charged twice")
         let_out: set[tuple[int, int]] = set()
-        for file in home.glob("runs/*/*.safetensors"):
+        for file in site_dir.glob("runs/*/*.safetensors"):
             found = read_tensors(file)
             need(found is not None, f"{file.name} of client {client} cannot be read")
             assert found is not None
@@ -138,5 +138,5 @@ def compare(out: Path, whole: Path) -> None:
 def _without_times(line: dict[str, Any]) -> dict[str, Any]:
     line = {k: v for k, v in line.items() if "seconds" not in k}
     for client in line.get("clients", ()):
-        client.pop("ledger_hash")  # holds the run's own name and its home's secret key
+        client.pop("ledger_hash")  # holds the run's own name and its site's secret key
     return line

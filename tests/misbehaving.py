@@ -51,7 +51,7 @@ class NeverPays(_Own):
 
 class NeverPaysThroughTheOptimiser(_Own):
     def one(self, context: StepContext, step: int, plan: Any) -> None:
-        context.optimiser.step(_raw(context))
+        context.optimizer.step(_raw(context))
 
 
 class DrawsWithoutACharge(_Own):
@@ -76,7 +76,7 @@ class PaysAndTrainsPastIt(_Own):
 
 
 class TrainsBeforeItReleases(_Own):
-    """The same, before the optimiser's step."""
+    """The same, before the optimizer's step."""
 
     def one(self, context: StepContext, step: int, plan: Any) -> None:
         charged = _charge(context, step, plan.sigma_static)

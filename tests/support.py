@@ -24,10 +24,10 @@ from xcal.dp.mechanism import ChargedStep, Mechanism
 from xcal.dp.noise import SeededNoise
 from xcal.federation import local
 from xcal.federation.folder import RunFolder
+from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.setup import Federation
-from xcal.federation.site import Site
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.fl_dp import StaticNoise
 from xcal.methods.steps import gradient_release
 
@@ -56,14 +56,14 @@ def tiny(*, pixels: int = 16, seed: int = 0, train: int = 150) -> ImageData:
         name="tiny",
         classes=("left", "middle", "right"),
         group_name="patient",
-        licence="none",
+        license="none",
         train=_images(rng, train, pixels, "train", 0),
         validation=_images(rng, 30, pixels, "validation", 10_000),
         test=_images(rng, 45, pixels, "test", 20_000),
     )
 
 
-def coloured(*, pixels: int = 16, seed: int = 0) -> ImageData:
+def colored(*, pixels: int = 16, seed: int = 0) -> ImageData:
     """`tiny` with a tint that tells the class, so that even `micro` learns it nearly perfectly."""
     data = tiny(pixels=pixels, seed=seed)
     for _, images in data.splits():
@@ -89,7 +89,7 @@ class Micro(nn.Module):
 
 
 def micro(classes: int, *, seed: int | None = None) -> nn.Module:
-    """Some 300 parameters; initialised without touching the global generator."""
+    """Some 300 parameters; initialized without touching the global generator."""
     model = Micro(classes)
     generator = torch.Generator().manual_seed(seed or 0)
     with torch.no_grad():
@@ -121,7 +121,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def make_sites(folder: RunFolder, federation: Federation) -> list[Site]:
+def make_sites(folder: RunFolder, federation: Federation) -> list[LoadedSite]:
     """The clients of a simulated federation, before its first round."""
     return [c.held.site for c in local.make_clients(folder, federation, set())]
 
@@ -166,7 +166,7 @@ class ForkedXcal:
     def __init__(
         self, words: list[str], log: Path, prepare: Callable[[], object] | None = None
     ) -> None:
-        import torch._dynamo  # noqa: F401 - what a first optimiser imports, for seconds
+        import torch._dynamo  # noqa: F401 - what a first optimizer imports, for seconds
 
         from xcal.__main__ import main
 
@@ -270,16 +270,16 @@ def xcal_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
-def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
-    """A simulated client home with its shard of TINY; `policy` overrides its terms."""
+def tiny_site(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
+    """A simulated site with its shard of TINY; `policy` overrides its terms."""
     from xcal.experiments import make_experiment, to_toml
-    from xcal.federation.home import HomeTable, create_home
     from xcal.federation.policy import Policy
+    from xcal.federation.site_directory import SiteTable, create_site
 
     made = experiment or make_experiment({**TINY, "method": "xcal"})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(to_toml(made.resolved()))
-    about = HomeTable(
+    about = SiteTable(
         client=str(client),
         population=f"simulated client {client}",
         experiment="../experiment.toml",
@@ -300,7 +300,7 @@ def tiny_home(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         "unit": made.unit,
         **policy,
     }
-    return create_home(folder / str(client), about, Policy(**terms), unit=made.unit).path
+    return create_site(folder / str(client), about, Policy(**terms), unit=made.unit).path
 
 
 class FreeAccount:
@@ -334,7 +334,7 @@ def tiny_bench(model: nn.Module | None = None, **changes: Any) -> StepContext:
         "data": LocalData(tiny().train, unit="record", images_per_unit=1),
         "noise": SeededNoise(3),
         "account": None,
-        "optimiser": Optimiser(network, "sgd", 1.0, 0.0),
+        "optimizer": Optimizer(network, "sgd", 1.0, 0.0),
         "batch": 20,
         "clip": 1.0,
     }

@@ -1,4 +1,4 @@
-"""Requests as a server would send them to a home of `support.tiny_home`."""
+"""Requests as a server would send them to a site of `support.tiny_site`."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def changed(**keys: Any) -> Request:
     return replace(request, experiment={**request.experiment, **keys})
 
 
-def ask(home: Path, request: Request | bytes) -> Reply | Refusal:
+def ask(site_dir: Path, request: Request | bytes) -> Reply | Refusal:
     data = request if isinstance(request, bytes) else encode_request(request)
-    return decode_answer(answer(home, data), 1 << 24)
+    return decode_answer(answer(site_dir, data), 1 << 24)
 
 
-def real(home: Path) -> Path:
-    """The same home as a hospital has it: no seed, noise and draws from the operating system."""
-    text = (home / "home.toml").read_text()
+def real(site_dir: Path) -> Path:
+    """The same site as a hospital has it: no seed, noise and draws from the operating system."""
+    text = (site_dir / "site.toml").read_text()
     text = text.replace("simulated = true", "simulated = false")
     lines = [line for line in text.splitlines() if not line.startswith("seed =")]
-    (home / "home.toml").write_text("\n".join(lines) + "\n")
-    for file in home.glob("ledger.*"):
+    (site_dir / "site.toml").write_text("\n".join(lines) + "\n")
+    for file in site_dir.glob("ledger.*"):
         file.unlink()
-    create(home / "ledger.sqlite", Terms("simulated client 0", "record", 20.0, 1e-2))
-    return home
+    create(site_dir / "ledger.sqlite", Terms("simulated client 0", "record", 20.0, 1e-2))
+    return site_dir

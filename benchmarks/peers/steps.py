@@ -140,7 +140,7 @@ def _time_all(
 
 
 def _turned(names: list[str], number: int) -> list[str]:
-    """Another variant goes first each round, so that none always follows the same neighbour."""
+    """Another variant goes first each round, so that none always follows the same neighbor."""
     start = number % len(names)
     return names[start:] + names[:start]
 

@@ -111,12 +111,12 @@ def default_signal() -> tuple[int, float]:
 
 def _sgd(setting: Setting) -> Step:
     model, (images, labels) = setting.model(), setting.data()
-    optimiser = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def run(_: int) -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        optimiser.step()
+        optimizer.step()
 
     return Step(run)
 
@@ -134,7 +134,7 @@ def _ours(
 ) -> Step:
     """Clip, add noise, round to the release grid, update: the private step without its ledger."""
     model, (images, labels) = setting.model(), setting.data()
-    optimiser = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine = ClippingEngine(model)
     source = SeededNoise(0) if noise is None else noise
     parameters = dict(model.named_parameters())
@@ -152,8 +152,8 @@ def _ours(
         noisy = release_tensors(sums.gradients, SIGMA * CLIP, source, key)
         for name, parameter in parameters.items():
             parameter.grad = noisy[name].div_(setting.batch)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return Step(run, every, close)
 
@@ -200,7 +200,7 @@ def _opacus_hooks(setting: Setting) -> Step:
 
     images, labels = setting.data()
     model = GradSampleModule(setting.model())
-    optimiser = DPOptimizer(
+    optimizer = DPOptimizer(
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
         noise_multiplier=SIGMA,
         max_grad_norm=CLIP,
@@ -208,9 +208,9 @@ def _opacus_hooks(setting: Setting) -> Step:
     )
 
     def run(_: int) -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()
-        optimiser.step()
+        optimizer.step()
 
     return Step(run)
 
@@ -222,18 +222,18 @@ def _opacus_ghost(setting: Setting) -> Step:
 
     images, labels = setting.data()
     model = GradSampleModuleFastGradientClipping(setting.model(), max_grad_norm=CLIP)
-    optimiser = DPOptimizerFastGradientClipping(
+    optimizer = DPOptimizerFastGradientClipping(
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
         noise_multiplier=SIGMA,
         max_grad_norm=CLIP,
         expected_batch_size=setting.batch,
     )
-    loss = DPLossFastGradientClipping(model, optimiser, nn.CrossEntropyLoss())
+    loss = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss())
 
     def run(_: int) -> None:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(model(images), labels).backward()
-        optimiser.step()
+        optimizer.step()
 
     return Step(run)
 

@@ -26,10 +26,17 @@ Unit = Literal["record", "group"]
 _LATER = ("public_validation", "public_validation_by", "workers")
 
 
+# Keys of the first edition that have another name today; files with the old ones are still read.
+RENAMED: Mapping[str, str] = {
+    "homes": "sites",
+    "batch": "expected_batch_size",
+    "clip": "max_grad_norm",
+    "keep_mb": "feature_cache_mb",
+}
 # The keys of the first edition in their order, each with its name of today: digests of runs that
 # were begun then are made of them.
 FIRST_EDITION: Mapping[str, str] = {
-    name: name
+    name: RENAMED.get(name, name)
     for name in (
         "preset method data pixels train_images network norm output_stride head_reads train "
         "train_norm weights clients participants rounds local_epochs quorum round_timeout average "
@@ -84,7 +91,7 @@ class Experiment(BaseModel):
     head_reads: str = key(
         "last",
         description="what the head reads: last (the last map), or stages:a-b (maps and squares of"
-        " these stages, standardised by public constants in the weights file)",
+        " these stages, standardized by public constants in the weights file)",
         travels=True,
     )
     train: str = key(
@@ -138,13 +145,13 @@ class Experiment(BaseModel):
     )
     units_per_client: Whole | None = key(
         None,
-        description="units at each client; where there are too few, clients share some, which homes"
+        description="units at each client; where there are too few, clients share some, which sites"
         " of a real population refuse",
         travels=False,
     )
     keep_groups: bool = key(True, description="keep a group's images at one client", travels=False)
-    homes: tuple[str, ...] | None = key(
-        None, description="client homes with ledgers of their own, one a client", travels=False
+    sites: tuple[str, ...] | None = key(
+        None, description="sites with ledgers of their own, one a client", travels=False
     )
     # the guarantee
     epsilon: float = key(5.0, description="target ε over all rounds", travels=True)
@@ -169,7 +176,7 @@ class Experiment(BaseModel):
     )
     noise: Literal["seeded", "secure"] | None = key(
         None,
-        description="seeded (default of simulations) or secure (default where homes are given)",
+        description="seeded (default of simulations) or secure (default where sites are given)",
         travels=False,
     )
     paired: bool = key(
@@ -179,7 +186,7 @@ class Experiment(BaseModel):
     )
     public_validation: bool | None = key(
         None,
-        description="homes of a real population: true lets the data set's validation and test"
+        description="sites of a real population: true lets the data set's validation and test"
         " images be measured, which no guarantee covers; else no such image is used",
         travels=False,
     )
@@ -187,15 +194,15 @@ class Experiment(BaseModel):
         None, description="who agreed to public_validation = true, by name", travels=False
     )
     # local training
-    batch: Whole = key(64, description="expected batch B", travels=True)
+    expected_batch_size: Whole = key(64, description="expected batch B", travels=True)
     lr: Annotated[float, Field(gt=0, le=1e30)] = key(
         1.5, description="learning rate η", travels=True
     )
-    clip: Positive = key(
+    max_grad_norm: Positive = key(
         1.0, description="clipping norm C; in dp-fedavg S, of a client's update", travels=True
     )
     optimizer: Literal["sgd", "momentum", "adam"] = key(
-        "sgd", description="the local optimiser", travels=True
+        "sgd", description="the local optimizer", travels=True
     )
     momentum: Annotated[float, Field(ge=0, lt=1)] = key(
         0.9, description="for momentum", travels=True
@@ -248,21 +255,21 @@ class Experiment(BaseModel):
     )
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = key(
         None,
-        description="images in every pass, filled up; 0: as many as are drawn, which homes of a"
+        description="images in every pass, filled up; 0: as many as are drawn, which sites of a"
         " real population refuse; by default 32 where noise is secure, else 0",
         travels=False,
     )
-    keep_mb: Annotated[int, Field(ge=0)] = key(
+    feature_cache_mb: Annotated[int, Field(ge=0)] = key(
         512,
-        description="memory a client may use to keep what a frozen beginning makes of its images",
+        description="memory a client may use to keep what a frozen backbone makes of its images",
         travels=False,
     )
     device: Literal["cpu", "cuda"] = key("cpu", description="where tensors live", travels=False)
 
     @property
     def noise_source(self) -> str:
-        """What noise comes from: homes are real, so only secure noise is charged to them."""
-        return self.noise or ("seeded" if self.homes is None else "secure")
+        """What noise comes from: sites are real, so only secure noise is charged to them."""
+        return self.noise or ("seeded" if self.sites is None else "secure")
 
     @property
     def rows(self) -> int:

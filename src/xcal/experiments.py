@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from xcal.config import BEFORE_THE_KEY, Experiment, nearest
+from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, nearest
 from xcal.errors import UserError
 from xcal.methods.registry import METHODS, get_method
 from xcal.presets import PRESETS
@@ -50,6 +50,16 @@ KEYS = tuple(experiment_type().model_fields)
 LOCAL_KEYS = frozenset(k for k in KEYS if not travels(experiment_type(), k))
 
 
+def names_of_today(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
+    """The values under the names that keys have today; one key under both names is refused."""
+    for old, new in RENAMED.items():
+        if old in values and new in values:
+            raise UserError(
+                f"{where} has both {old!r} and {new!r}, which are one key: drop {old!r}."
+            )
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
 def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
     """The values on top of the layer of defaults that their `preset` names, if any."""
     name = values.get("preset")
@@ -68,6 +78,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
 
     A preset is a layer beneath the values given here, and is resolved into plain keys.
     """
+    values = names_of_today(values, where)
     kind = experiment_type(str(values.get("method", "")))
     known = tuple(kind.model_fields)
     for key in values:
@@ -108,7 +119,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
-    values = read_toml(path)
+    values = names_of_today(read_toml(path), str(path))
     fields = experiment_type(str(values.get("method", ""))).model_fields
     unset = {name: None for name, field in fields.items() if field.default is None}
     unset["road_test_images"] = None  # all of them, which a file cannot say otherwise
@@ -129,12 +140,12 @@ def parse_set(text: str) -> tuple[str, Any]:
 
 def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experiment, set[str]]:
     """File, then settings on top of it; also which keys were given and not defaulted."""
-    values = {} if path is None else read_toml(path)
+    values = {} if path is None else names_of_today(read_toml(path), str(path))
     where = "the settings" if path is None else str(path)
     make_experiment(values, where)  # so that an error in the file names the file
     for text in sets:
         key, value = parse_set(text)
-        values[key] = value
+        values[RENAMED.get(key, key)] = value
     return make_experiment(values, where if not sets else "the settings"), set(values)
 
 

@@ -44,9 +44,9 @@ def _paper(given: Mapping[str, Any]) -> Keys:
         "unit": "record",
         "epsilon": 0.5,
         "delta": 1e-5,
-        "batch": 32,
+        "expected_batch_size": 32,
         "lr": 1e-3,
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
         "optimizer": "sgd",
         "views": 1,
         "q": 0.2,
@@ -73,7 +73,7 @@ def _tight(given: Mapping[str, Any]) -> bool:
 
 # By data set and whether ε is tight: EfficientNet-B0 with ImageNet weights, three clients. Which of
 # these was chosen by which rows, and which only by likeness, is told in docs/recipes.md.
-_LARGE = {"batch": 1024, "rounds": 20, "clip": 8.0}
+_LARGE = {"expected_batch_size": 1024, "rounds": 20, "max_grad_norm": 8.0}
 _RECIPES: dict[tuple[str, bool], Keys] = {
     ("blood-cells", True): {**_LARGE, "lr": 0.1},
     ("blood-cells", False): {**_LARGE, "lr": 0.5},
@@ -82,7 +82,7 @@ _RECIPES: dict[tuple[str, bool], Keys] = {
     ("ham10000", True): {**_LARGE, "lr": 0.05},
     ("ham10000", False): {**_LARGE, "lr": 0.4},
 }
-_OTHER = {"batch": 256, "rounds": 20, "clip": 8.0}
+_OTHER = {"expected_batch_size": 256, "rounds": 20, "max_grad_norm": 8.0}
 _READS = "stages:4-6"
 _SCORED = 128  # drawn images a step that enter the signal: each costs two passes
 _CLIENTS = 3
@@ -92,7 +92,7 @@ def _good(given: Mapping[str, Any]) -> Keys:
     """What learnt best under noise per image, by data set and ε; a sensible start for other data.
 
     With published weights only the head trains: of a large network every other number would get
-    noise too. It reads the middle stages, standardised by public constants. Without weights, it is
+    noise too. It reads the middle stages, standardized by public constants. Without weights, it is
     the small network from scratch. Batches shrink as clients grow in number, since each then holds
     less.
     """
@@ -100,17 +100,20 @@ def _good(given: Mapping[str, Any]) -> Keys:
     common = {
         "clients": clients,
         "unit": "record",
-        "clip": 1.0,
+        "max_grad_norm": 1.0,
         "optimizer": "sgd",
         "average": 0.2,
     }
     if not given.get("weights"):
         lr = 1.5 if _tight(given) else 3.0
-        return {**common, "network": "small", "rounds": 10, "batch": 256, "lr": lr}
+        return {**common, "network": "small", "rounds": 10, "expected_batch_size": 256, "lr": lr}
     found = _RECIPES.get((str(given.get("data")), _tight(given)))
     recipe = found or {**_OTHER, "lr": 0.05 if _tight(given) else 0.2}
     if isinstance(clients, int) and clients > _CLIENTS:
-        recipe = {**recipe, "batch": max(32, recipe["batch"] * _CLIENTS // clients)}
+        recipe = {
+            **recipe,
+            "expected_batch_size": max(32, recipe["expected_batch_size"] * _CLIENTS // clients),
+        }
     network = given.get("network") or "efficientnet_b0"
     return {
         **common,
@@ -120,10 +123,12 @@ def _good(given: Mapping[str, Any]) -> Keys:
         "output_stride": 32,
         "pixels": 128,
         "train": "head",
-        "keep_mb": 512,
+        "feature_cache_mb": 512,
         # Few steps are taken: only a signal in each of them comes to say anything before the end.
         "signal_every": 1,
-        "signal_fraction": _scored_share(given.get("batch", recipe["batch"])),
+        "signal_fraction": _scored_share(
+            given.get("expected_batch_size", recipe["expected_batch_size"])
+        ),
         **recipe,
     }
 
@@ -147,8 +152,8 @@ def _laptop(given: Mapping[str, Any]) -> Keys:
         "clients": 3,
         "unit": "record",
         "rounds": 10,
-        "batch": 256,
-        "clip": 1.0,
+        "expected_batch_size": 256,
+        "max_grad_norm": 1.0,
         "optimizer": "sgd",
         "average": 0.2,
     }

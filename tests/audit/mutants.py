@@ -23,8 +23,8 @@ import xcal.dp.ledger.rows
 import xcal.dp.noise
 import xcal.dp.sampling
 import xcal.explain.signal
-import xcal.federation.home
 import xcal.federation.local
+import xcal.federation.site_directory
 import xcal.methods.adap_dpfl
 import xcal.methods.adaptive_clip
 import xcal.methods.dp_fedavg
@@ -39,10 +39,10 @@ from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
-from xcal.federation.home import ClientHome
+from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.agp_dp import ProtectedChannels
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import Optimiser, StepAverage, StepContext
+from xcal.methods.context import Optimizer, StepAverage, StepContext
 from xcal.methods.feature_cache import Inputs
 from xcal.methods.xcal import XcalRule
 
@@ -115,7 +115,7 @@ def summed_group(patch: Patch) -> None:
     everywhere(patch, real, mutated)
 
 
-def neighbours_in_activations(patch: Patch) -> None:
+def neighbors_in_activations(patch: Patch) -> None:
     @instead(patch, Inputs, "activations")
     def _(real: Any, self: Inputs, *args: Any) -> Any:
         found = real(self, *args)
@@ -289,8 +289,8 @@ def raw_norms_steer(patch: Patch) -> None:
 def raw_momentum(patch: Patch) -> None:
     raw = _keeping(patch, "release_tensors")
 
-    @instead(patch, Optimiser, "step")
-    def _(real: Any, self: Optimiser, gradient: Any) -> None:
+    @instead(patch, Optimizer, "step")
+    def _(real: Any, self: Optimizer, gradient: Any) -> None:
         real(self, gradient)
         for name, parameter in self._params.items():
             buffer = self._optimiser.state[parameter].get("momentum_buffer")
@@ -374,8 +374,8 @@ def own_count_clips(patch: Patch) -> None:
     patch.setattr(xcal.methods.adaptive_clip, "clipped_sum", mutated)
 
 
-def count_not_centred(patch: Patch) -> None:
-    real = xcal.methods.adaptive_clip.centred_count
+def count_not_centered(patch: Patch) -> None:
+    real = xcal.methods.adaptive_clip.centered_count
 
     def mutated(norms: Any, clip: float, counted: Any) -> float:
         return float((norms <= clip)[counted].sum())
@@ -431,8 +431,8 @@ def scaled_fraction(patch: Patch) -> None:
     real = xcal.methods.xcal._gradient_and_scores
 
     def mutated(context: Any, step: int, batch: Any, rule: XcalRule, bound: Any) -> Any:
-        sums, centred, counted = real(context, step, batch, rule, bound)
-        return sums, centred / rule.signal_fraction, counted
+        sums, centered, counted = real(context, step, batch, rule, bound)
+        return sums, centered / rule.signal_fraction, counted
 
     patch.setattr(xcal.methods.xcal, "_gradient_and_scores", mutated)
 
@@ -582,17 +582,17 @@ def shared_source(patch: Patch) -> None:
 
 
 def seeded_home(patch: Patch) -> None:
-    def noise(self: ClientHome) -> Any:
+    def noise(self: SiteDirectory) -> Any:
         return SeededNoise(self.about.seed or 0)
 
-    patch.setattr(ClientHome, "noise", noise)
+    patch.setattr(SiteDirectory, "noise", noise)
 
 
 def seeded_engine(patch: Patch) -> None:
     real = xcal.federation.local._noise
 
     def noise(experiment: Any) -> Any:
-        return real(experiment.model_copy(update={"noise": "seeded", "homes": None}))
+        return real(experiment.model_copy(update={"noise": "seeded", "sites": None}))
 
     patch.setattr(xcal.federation.local, "_noise", noise)
 
@@ -654,9 +654,9 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "neighbours-kept",
-        "kept activations are centred over the draw",
-        neighbours_in_activations,
+        "neighbors-kept",
+        "feature cache are centered over the draw",
+        neighbors_in_activations,
         (
             AS_DRAWN + "[fl-dp-Beginning]",
             "tests/equivalence/test_frozen_beginning.py::"
@@ -820,13 +820,13 @@ MUTANTS = (
         (FOLLOWS + "[adaptive-clip-0]",),
     ),
     Mutant(
-        "count-uncentred",
-        "the count of units within C is not centred",
-        count_not_centred,
+        "count-uncentered",
+        "the count of units within C is not centered",
+        count_not_centered,
         (
             "tests/properties/test_sensitivity.py::"
             "test_a_unit_within_c_counts_a_half_and_one_beyond_it_minus_a_half[adaptive-clip]",
-            "tests/properties/test_sensitivity.py::test_centred_count_moves_by_half",
+            "tests/properties/test_sensitivity.py::test_centered_count_moves_by_half",
         ),
     ),
     Mutant(
@@ -975,16 +975,16 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "seeded-home",
+        "seeded-site",
         "a deployed client's noise comes from a seed",
         seeded_home,
         (ENTROPY + "test_a_deployed_client_draws_from_its_system_whatever_a_request_says",),
     ),
     Mutant(
         "seeded-engine",
-        "given homes are charged for noise from the experiment's seed",
+        "given sites are charged for noise from the experiment's seed",
         seeded_engine,
-        (ENTROPY + "test_the_local_engine_gives_every_site_a_stream_of_its_own[homes]",),
+        (ENTROPY + "test_the_local_engine_gives_every_site_a_stream_of_its_own[sites]",),
     ),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -41,7 +41,7 @@ def test_canaries_are_found_without_privacy() -> None:
     keys = {"method": "fl", "pixels": 16, "batch": 16, "rounds": 15, "lr": 0.3, "clients": 1}
     made = make_experiment({**keys, "unit": "record"}, "the test")
     audits = audit_method(
-        made, pictures(0, 8), 8, canary="mislabelled", canaries=48, pictures=pictures(8, 48)
+        made, pictures(0, 8), 8, canary="mislabeled", canaries=48, pictures=pictures(8, 48)
     )
     final = audits[-1]
     assert final.view == "final"

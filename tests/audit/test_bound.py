@@ -20,7 +20,7 @@ from xcal.audit.bound import (
 
 
 def test_pure_dp_is_a_binomial_tail():
-    """δ = 0: right guesses are at most those of randomised response."""
+    """δ = 0: right guesses are at most those of randomized response."""
     for epsilon in (0.0, 0.7, 3.0):
         accuracy = math.exp(epsilon) / (1 + math.exp(epsilon))
         expected = binom.sf(59, 80, accuracy)
@@ -46,7 +46,7 @@ def test_all_right_is_the_known_maximum(m):
 
 
 def test_the_example_of_the_paper():
-    """ε-DP randomised response with many guesses is found nearly tight (their Figure 1)."""
+    """ε-DP randomized response with many guesses is found nearly tight (their Figure 1)."""
     epsilon, m = 2.0, 100_000
     right = round(m * math.exp(epsilon) / (1 + math.exp(epsilon)))
     found = epsilon_bound(m, m, right, delta=0.0)
@@ -88,7 +88,7 @@ def test_bounds_move_as_they_should(data):
 
 
 def test_the_claim_holds_for_mechanisms_that_keep_it():
-    """Randomised response at ε = 1.5: the bound is above ε in at most 5 % of audits."""
+    """Randomized response at ε = 1.5: the bound is above ε in at most 5 % of audits."""
     rng, epsilon = np.random.default_rng(3), 1.5
     over = 0
     for _ in range(100):

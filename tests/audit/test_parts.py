@@ -15,7 +15,7 @@ from xcal.audit.canaries import (
     CanaryEngine,
     Directions,
     blank_pictures,
-    mislabelled,
+    mislabeled,
     plant,
     random_pictures,
     toss_coins,
@@ -131,9 +131,9 @@ def test_channels_without_noise_are_noticed():
     assert float(spread[:27].max()) < 0.01 < 0.5 < float(spread[27:].min())
 
 
-def test_labels_of_mislabelled_pictures_are_wrong():
+def test_labels_of_mislabeled_pictures_are_wrong():
     source = tiny().train
-    wrong = mislabelled(source, 3, seed=1)
+    wrong = mislabeled(source, 3, seed=1)
     assert (wrong.labels != source.labels).all()
     assert wrong.labels.min() >= 0
     assert wrong.labels.max() <= 2

@@ -78,7 +78,7 @@ def test_agp_that_spares_nothing_is_static_noise(
     def base_sigma(shape: PlanShape, rho: float, band: float) -> float:
         return plan_static(shape).sigma_static
 
-    monkeypatch.setattr(agp, "mean_of_band", base_sigma)
+    monkeypatch.setattr(agp, "band_mean", base_sigma)
     model, sigmas = trained(tmp_path / "run", method="agp", protected=0.0)
     assert sigmas == static[1]
     assert close(model, static[0], 0.0)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, make_sites, tiny, tiny_home
+from support import TINY, make_sites, tiny, tiny_site
 from wire import KEYS, a_request, ask, changed, real
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms, read_rows, runs_of
@@ -29,11 +29,11 @@ from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.experiments import make_experiment
 from xcal.federation.folder import RunFolder
-from xcal.federation.home import ClientHome
 from xcal.federation.ledgers_of import find_ledgers
 from xcal.federation.local import server_noise
 from xcal.federation.messages import LOCAL_KEYS, Refusal, Reply
 from xcal.federation.setup import prepare, prepare_remote
+from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.client_data import LocalData
 from xcal.privacy import noise as noises
 
@@ -236,50 +236,50 @@ def secure_stream(source: NoiseSource) -> tuple[Any, ...]:
 
 
 def test_a_deployed_client_draws_from_its_system_whatever_a_request_says(tmp_path: Path) -> None:
-    path = real(tiny_home(tmp_path))
+    path = real(tiny_site(tmp_path))
     asked = {**KEYS, "noise": "seeded", "paired": True, "seed": 3}
     found = []
     for keys, seed in ((dict(KEYS), 0), (dict(KEYS), 1), (asked, 2)):
-        home = ClientHome.open(path)
-        experiment = home.experiment(keys, seed)
+        site_dir = SiteDirectory.open(path)
+        experiment = site_dir.experiment(keys, seed)
         assert (experiment.noise_source, experiment.paired) == ("secure", False)
         with entropy(5):
-            found.append(secure_stream(home.hold(experiment).site.noise))
+            found.append(secure_stream(site_dir.hold(experiment).site.noise))
     assert found[0] == found[1] == found[2]
     with entropy(6):
-        assert share_nothing(secure_stream(ClientHome.open(path).noise()), found[0])
+        assert share_nothing(secure_stream(SiteDirectory.open(path).noise()), found[0])
 
 
 @pytest.mark.parametrize("key", ["noise", "paired", "seed"])
 def test_a_request_that_speaks_of_noise_is_refused(key: str, tmp_path: Path) -> None:
     assert key in LOCAL_KEYS
     value = {"noise": "seeded", "paired": True, "seed": 3}[key]
-    told = ask(real(tiny_home(tmp_path)), changed(**{key: value}))
+    told = ask(real(tiny_site(tmp_path)), changed(**{key: value}))
     assert isinstance(told, Refusal)
     assert told.code == "key-not-allowed"
 
 
 def test_two_answers_of_one_client_to_one_request_share_no_noise(tmp_path: Path) -> None:
-    """Two copies of one home: the same data, request, names, rounds and seeds."""
+    """Two copies of one site: the same data, request, names, rounds and seeds."""
     weights = []
     for copy in ("a", "b"):
         with global_seeds(0):
-            reply = ask(real(tiny_home(tmp_path / copy)), a_request())
+            reply = ask(real(tiny_site(tmp_path / copy)), a_request())
         assert isinstance(reply, Reply)
         assert reply.answer.report.noise == "secure"
         weights.append(reply.answer.weights)
     assert all(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("given", ["noise", "homes"])
+@pytest.mark.parametrize("given", ["noise", "sites"])
 def test_the_local_engine_gives_every_site_a_stream_of_its_own(given: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {**TINY, "method": "xcal", "noise": "secure"}
-    if given == "homes":
+    if given == "sites":
         del keys["noise"]
-        homes = [tmp_path / f"home {client}" for client in range(3)]
-        for home in homes:
-            ledger.create(home / "ledger.sqlite", Terms(home.name, "record", 100.0, 1e-2))
-        keys["homes"] = tuple(str(home) for home in homes)
+        sites = [tmp_path / f"site {client}" for client in range(3)]
+        for site_dir in sites:
+            ledger.create(site_dir / "ledger.sqlite", Terms(site_dir.name, "record", 100.0, 1e-2))
+        keys["sites"] = tuple(str(site_dir) for site_dir in sites)
     streams = []
     for seed in (0, 1):
         federation = prepare(make_experiment({**keys, "seed": seed}))
@@ -293,14 +293,14 @@ def test_the_local_engine_gives_every_site_a_stream_of_its_own(given: str, tmp_p
 def test_two_runs_at_given_homes_share_no_noise(tmp_path: Path) -> None:
     weights = []
     for copy in ("a", "b"):
-        homes = [tmp_path / copy / str(client) for client in range(3)]
-        for home in homes:
-            ledger.create(home / "ledger.sqlite", Terms(home.name, "record", 100.0, 1e-2))
-        keys = {**TINY, "homes": tuple(map(str, homes)), "rounds": 1, "road_images": 0}
+        sites = [tmp_path / copy / str(client) for client in range(3)]
+        for site_dir in sites:
+            ledger.create(site_dir / "ledger.sqlite", Terms(site_dir.name, "record", 100.0, 1e-2))
+        keys = {**TINY, "sites": tuple(map(str, sites)), "rounds": 1, "road_images": 0}
         result = xcal.run(tmp_path / f"run {copy}", **{**keys, "method": "fl-dp"})
         assert result["noise"] == "secure"
-        for home in homes:
-            (path,) = find_ledgers(home)
+        for site_dir in sites:
+            (path,) = find_ledgers(site_dir)
             assert [run.noise for run in runs_of(read_rows(path)).values()] == ["secure"]
         weights.append((tmp_path / f"run {copy}" / "model.safetensors").read_bytes())
     assert weights[0] != weights[1]

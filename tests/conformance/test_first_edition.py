@@ -25,7 +25,7 @@ MODELS = {  # as version 0.1.0 itself resumed them
 def old(tmp_path: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
-    for settings in tmp_path.glob("site-*/home.toml"):
+    for settings in tmp_path.glob("site-*/site.toml"):
         settings.write_text(settings.read_text().replace("@HERE@", str(tmp_path)))
     return tmp_path
 
@@ -62,7 +62,7 @@ def test_an_experiment_file_trains_the_same_model(old: Path) -> None:
 
 def test_a_bare_ledger_still_refuses_what_it_cannot_pay(old: Path) -> None:
     done = xcal_process(
-        *("run", "trial.toml", "--set", "clients=1", "--set", 'homes=["bare-sum"]'),
+        *("run", "trial.toml", "--set", "clients=1", "--set", 'sites=["bare-sum"]'),
         *("--set", "epsilon=8.0", "--out", "too-much"),
         cwd=old,
     )

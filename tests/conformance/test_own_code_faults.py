@@ -99,15 +99,15 @@ def test_a_home_that_a_failing_method_was_tried_on_has_its_whole_budget(
     tmp_path: Path, invoke: Invoke
 ) -> None:
     """The lifetime limit has room for one run: the failed tries must not have reserved it."""
-    homes = [tmp_path / f"home{c}" for c in range(3)]
-    for home in homes:
-        create(home / "ledger.sqlite", Terms("people", "record", 8.0, 1e-3))
-    keys = {**QUICK, "homes": json.dumps([str(h) for h in homes]), "public_validation": "true"}
+    sites = [tmp_path / f"site{c}" for c in range(3)]
+    for site_dir in sites:
+        create(site_dir / "ledger.sqlite", Terms("people", "record", 8.0, 1e-3))
+    keys = {**QUICK, "sites": json.dumps([str(h) for h in sites]), "public_validation": "true"}
     keys |= {"public_validation_by": "nobody", "method": "broken:raises_at_once"}
     for attempt in range(2):
         code, _, err = invoke("run", *sets(**keys), "--out", str(tmp_path / f"run{attempt}"))
         refused(code, err, "raises_at_once", "nothing was charged or reserved")
-    assert [len(read_rows(h / "ledger.sqlite")) for h in homes] == [1, 1, 1]
+    assert [len(read_rows(h / "ledger.sqlite")) for h in sites] == [1, 1, 1]
     broken.again(repaired=True)
     code, _, err = invoke("run", *sets(**keys), "--out", str(tmp_path / "last"))
     assert code == 0, err

@@ -27,7 +27,7 @@ from xcal.federation.files import read_tensors
 from xcal.methods.adaptive_clip import ClipState, QuantileRule, quantile_step
 from xcal.methods.agp_dp import AGP_DP, ChannelRule, released_importance
 from xcal.methods.cam_layer import cam_layer_of
-from xcal.methods.context import Optimiser, ReplayKey, StepContext
+from xcal.methods.context import Optimizer, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
 from xcal.methods.steps import dp_step
@@ -55,7 +55,7 @@ def bench_with(book: Account) -> StepContext:
         model,
         method="same",
         account=book,
-        optimiser=Optimiser(model, "sgd", 0.1, 0.9),
+        optimizer=Optimizer(model, "sgd", 0.1, 0.9),
         clip=0.3,
         replay=ReplayKey(b"secret", "context"),
     )
@@ -229,17 +229,17 @@ def test_a_round_taken_up_in_the_middle_ends_the_same(
     """C and the spared channels are remembered, not made anew from weights that have moved."""
     xcal.run(tmp_path / "whole", **{**QUICK, **keys})
     calls = {"count": 0}
-    real = Optimiser.step
+    real = Optimizer.step
 
-    def fails(self: Optimiser, gradient: Any) -> None:
+    def fails(self: Optimizer, gradient: Any) -> None:
         calls["count"] += 1
         if calls["count"] == 21:  # in the second round of a client
             raise RuntimeError("power cut")
         real(self, gradient)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Optimiser, "step", fails)
-        patch.setattr("xcal.federation.site.Pace.due", lambda self: True)
+        patch.setattr(Optimizer, "step", fails)
+        patch.setattr("xcal.federation.loaded_site.Pace.due", lambda self: True)
         with pytest.raises(RuntimeError, match="power cut"):
             xcal.run(tmp_path / "cut", **{**QUICK, **keys})
     xcal.run(tmp_path / "cut", resume=True)

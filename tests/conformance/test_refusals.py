@@ -20,9 +20,9 @@ from xcal.federation.aggregation import server_round
 from xcal.federation.central import ServerSite, server_rule
 from xcal.federation.exchange import RoundReply, RoundRequest, Weights
 from xcal.federation.folder import RunFolder
+from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
-from xcal.federation.site import Site
 from xcal.methods.base import CentralMethod
 from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS
@@ -39,7 +39,7 @@ class Scene:
         experiment = make_experiment({**TINY, "method": method})
         self.federation: Federation = prepare(experiment)
         self.folder = RunFolder.create(folder, experiment, [])
-        self.sites: list[Site] = make_sites(self.folder, self.federation)
+        self.sites: list[LoadedSite] = make_sites(self.folder, self.federation)
         self.weights: Weights = {
             k: p.detach().clone() for k, p in trainable(self.sites[0].build_model()).items()
         }
@@ -83,7 +83,7 @@ def test_a_refused_request_changes_nothing(method: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not one of this client's own"):
         scene.ask(scene.weights, round_number=99)
     assert scene.rows() == before
-    assert not list(scene.sites[0].home.glob("runs/*/*.safetensors"))
+    assert not list(scene.sites[0].site_dir.glob("runs/*/*.safetensors"))
 
 
 @pytest.mark.parametrize("method", PRIVATE)

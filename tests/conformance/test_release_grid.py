@@ -16,14 +16,14 @@ import xcal
 from support import ROOT, TINY
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.federation.ledgers_of import find_ledgers
-from xcal.methods.context import Optimiser
+from xcal.methods.context import Optimizer
 from xcal.methods.registry import METHODS
 from xcal.privacy import noise as noises
 
 KEYS = {**TINY, "rounds": 1, "clients": 2, "signal_every": 1, "road_images": 0}
 
 
-class Recorder:
+class TapeRecorder:
     """Every release of a run with its noise's deviation, as the one function that makes it saw."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,14 +32,14 @@ class Recorder:
         self.steps: list[dict[str, torch.Tensor]] = []
         self._spy(monkeypatch, "release_tensors", self._tensors)
         self._spy(monkeypatch, "release_scalar", self._scalars)
-        original = Optimiser.step
+        original = Optimizer.step
 
-        def step(optimiser: Optimiser, gradient: Any) -> None:
+        def step(optimizer: Optimizer, gradient: Any) -> None:
             tensors = getattr(gradient, "tensors", gradient)
             self.steps.append({name: value.clone() for name, value in tensors.items()})
-            original(optimiser, gradient)
+            original(optimizer, gradient)
 
-        monkeypatch.setattr(Optimiser, "step", step)
+        monkeypatch.setattr(Optimizer, "step", step)
 
     def _spy(self, monkeypatch: pytest.MonkeyPatch, name: str, record: Callable[..., Any]) -> None:
         original = getattr(noises, name)
@@ -73,7 +73,7 @@ def on_grid(values: torch.Tensor, scale: float) -> bool:
 def test_every_released_coordinate_lies_on_the_grid(
     method: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Recorder(monkeypatch)
+    seen = TapeRecorder(monkeypatch)
     xcal.run(tmp_path / "run", **{**KEYS, "method": method, "noise": source})
     assert seen.tensors
     for released, scale in seen.tensors:
@@ -94,7 +94,7 @@ def test_every_released_coordinate_lies_on_the_grid(
 def test_the_optimiser_sees_the_rounded_sum_over_b_and_nothing_else(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Recorder(monkeypatch)
+    seen = TapeRecorder(monkeypatch)
     xcal.run(tmp_path / "run", **{**KEYS, "method": method})
     assert len(seen.steps) == len(seen.tensors)
     for used, (released, _) in zip(seen.steps, seen.tensors, strict=True):

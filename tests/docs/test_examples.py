@@ -48,7 +48,7 @@ def test_an_example_of_the_paper_is_accepted(path: Path) -> None:
     assert re.match(r"# (Table|Figure|Appendix (table|figure)) \"", text), "which one is it?"
     made, given = load_experiment(path)
     assert made.preset == "paper"
-    assert (made.batch, made.lr, made.delta) == (32, 1e-3, 1e-5)
+    assert (made.expected_batch_size, made.lr, made.delta) == (32, 1e-3, 1e-5)
     assert not unused_keys(get_method(made.method), sorted(given))
     assert plan_for(made, made.units_per_client or 1000).epsilon == made.epsilon
 

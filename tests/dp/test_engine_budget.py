@@ -20,9 +20,9 @@ import xcal.dp.engine
 from private_loop import N, data, network, private, train
 from support import ROOT, xcal_process
 from xcal.dp.engine import Private
+from xcal.dp.ledger.rows import read_rows, verify
 from xcal.dp.refusals import Refused
 from xcal.errors import UserError
-from xcal.privacy.ledger_rows import read_rows, verify
 
 
 def weights(made: Private) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_the_loader_ends_with_the_budget() -> None:
     assert 5 < steps < 100
     assert 3.5 < engine.get_epsilon(1e-3) <= 4.0
     # One more step would have passed it.
-    from xcal.privacy.pld import delta_bound
+    from xcal.dp.pld import delta_bound
 
     assert delta_bound(0.2, 1.0, steps, 4.0) <= 1e-3 < delta_bound(0.2, 1.0, steps + 1, 4.0) / 0.98
 
@@ -167,7 +167,7 @@ def test_the_noise_is_that_of_the_plan(accountant: str) -> None:
     made = private(engine)
     train(made, epochs=2)
     assert engine.get_epsilon(1e-3) <= 5.0
-    from xcal.privacy.calibration import calibrate, calibrate_fixed
+    from xcal.dp.calibration import calibrate, calibrate_fixed
 
     find = calibrate if accountant == "rdp" else calibrate_fixed
     assert engine.noise_multiplier == find(5.0, 1e-3, 0.2, 10).sigma

@@ -116,11 +116,11 @@ def test_a_criterion_that_averages(criterion: Any) -> None:
 
 
 def test_a_criterion_that_mixes_samples() -> None:
-    def standardised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def standardized(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         losses = F.cross_entropy(output, target, reduction="none")
         return losses / losses.mean()
 
-    made = private(criterion=standardised)
+    made = private(criterion=standardized)
     x, y = first(made)
     refused("criterion", lambda: made.criterion(made.module(x), y))
 

@@ -81,7 +81,7 @@ def test_a_unit_that_is_not_finite_contributes_exactly_nothing(value, chunk):
     found = engine.clipped_sum(spoiled, labels, clip=0.5, units=units)
     with torch.no_grad():
         finite = bool(torch.isfinite(model(spoiled)).all())
-    if finite:  # normalisation tames even a huge pixel: then it is a unit like any other
+    if finite:  # normalization tames even a huge pixel: then it is a unit like any other
         expected = one_at_a_time(model, spoiled, labels, clip=0.5, units=units)
         assert found.dropped.tolist() == [False, False, False]
     else:

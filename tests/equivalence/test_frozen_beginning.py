@@ -1,4 +1,4 @@
-"""What a frozen beginning makes of an image is kept: the same steps, up to rounding, and faster."""
+"""What a frozen backbone makes of an image is kept: the same steps, up to rounding, and faster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from xcal.explain.signal import SignalSettings
 from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.signal_step import _forward
 from xcal.methods.steps import clipped_sum
+from xcal.models.backbone import split_backbone
 from xcal.models.registry import build_network
-from xcal.models.split import split_frozen
 
 NETWORK = {"network": "resnet18", "pixels": 32}
 
@@ -32,13 +32,13 @@ def network(train: str, name: str = "resnet18") -> Any:
 
 
 def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) -> StepContext:
-    """A context whose frozen beginning is kept where `megabytes` allow it."""
-    split = split_frozen(model)
-    assert data.keep_activations(split, megabytes) == (megabytes > 0)
+    """A context whose frozen backbone is kept where `megabytes` allow it."""
+    split = split_backbone(model)
+    assert data.cache_features(split, megabytes) == (megabytes > 0)
     return StepContext(
         client="0", method="m", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
-        optimiser=Optimiser(model, "sgd", 0.1, 0.0), clip=1.0,
+        optimizer=Optimizer(model, "sgd", 0.1, 0.0), clip=1.0,
         split=split if megabytes else None, **settings,
     )  # fmt: skip
 
@@ -47,11 +47,11 @@ def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) 
 @pytest.mark.parametrize("train", ["head", "last:1", "last:2", "head+norm:2"])
 def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
     model = network(train, name)
-    split = split_frozen(model)
+    split = split_backbone(model)
     assert split is not None
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(split.go_on(split.begin(images)), model(images))
+        assert torch.equal(split.forward_head(split.begin(images)), model(images))
     held = {id(p) for part in split.rest for p in part.parameters()}
     assert all(id(p) in held for p in model.parameters() if p.requires_grad)
     assert split.passes(model.get_submodule(model.cam_layer)) == (train != "head")
@@ -60,18 +60,18 @@ def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 def test_the_beginning_can_end_before_what_is_looked_at(name: str) -> None:
     model = network("head", name)
-    split, shorter = split_frozen(model), split_frozen(model, seen=model.cam_layer)
+    split, shorter = split_backbone(model), split_backbone(model, seen=model.cam_layer)
     assert split is not None and shorter is not None
     assert shorter.passes(model.get_submodule(model.cam_layer))
     assert shorter.digest() != split.digest()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert torch.equal(shorter.go_on(shorter.begin(images)), model(images))
+        assert torch.equal(shorter.forward_head(shorter.begin(images)), model(images))
 
 
 @pytest.mark.parametrize("train", ["all", "head+norm"])
 def test_where_the_first_layers_train_nothing_is_kept(train: str) -> None:
-    assert split_frozen(network(train)) is None
+    assert split_backbone(network(train)) is None
 
 
 @pytest.mark.parametrize("views", [1, 3])
@@ -120,22 +120,24 @@ def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
 
 def test_public_images_are_judged_alike_with_and_without_kept_activations() -> None:
     model, images = network("last:1"), tiny(pixels=32, train=40).train
-    kept = PublicImages(images, keep_mb=64)
+    kept = PublicImages(images, feature_cache_mb=64)
     for change in (None, "fc.weight", "conv1.weight"):  # the rest changes, then the beginning
         if change is not None:
             with torch.no_grad():
                 model.get_parameter(change).mul_(1.5)
         judged = kept.predict(model).probabilities
         np.testing.assert_allclose(judged, predict(model, images).probabilities, atol=1e-5)
-        assert np.array_equal(judged, PublicImages(images, keep_mb=64).predict(model).probabilities)
+        assert np.array_equal(
+            judged, PublicImages(images, feature_cache_mb=64).predict(model).probabilities
+        )
 
 
 def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:
-    split = split_frozen(network("last:1"))
+    split = split_backbone(network("last:1"))
     found = []
     for order in ((0.1, 0.9), (0.9, 0.1)):
         data = LocalData(tiny(pixels=32, train=90).train, unit="record", images_per_unit=1)
-        data.keep_activations(split, 64)
+        data.cache_features(split, 64)
         drawn = {
             rate: data.draw(rate, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw")).inputs
             for rate in order
@@ -145,13 +147,13 @@ def test_activations_are_the_same_to_the_bit_whoever_asks_first() -> None:
 
 
 def test_in_passes_of_one_size_an_image_s_activations_do_not_depend_on_who_else_is_there() -> None:
-    split = split_frozen(network("last:1"))
+    split = split_backbone(network("last:1"))
     images = tiny(pixels=32, train=90).train
     nobody = np.zeros(1, dtype=np.int64)
 
     def of(first: int, last: int) -> Any:
         data = LocalData(images.take(np.arange(first, last)), unit="record", images_per_unit=1)
-        assert data.keep_activations(split, 64, rows=16)
+        assert data.cache_features(split, 64, rows=16)
         return data.inputs.activations(np.arange(last - first), nobody)
 
     whole = of(0, 90)
@@ -163,13 +165,13 @@ def test_in_passes_of_one_size_an_image_s_activations_do_not_depend_on_who_else_
 def test_an_empty_draw_is_empty_with_activations_too(views: int) -> None:
     model = network("last:1")
     data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1, views=views)
-    assert data.keep_activations(split_frozen(model), 64)
+    assert data.cache_features(split_backbone(model), 64)
     batch = data.draw(0.0, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
     context = StepContext(
         client="0", method="m", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=data, noise=SeededNoise(0), account=None,
-        optimiser=Optimiser(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
-        split=split_frozen(model),
+        optimizer=Optimizer(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
+        split=split_backbone(model),
     )  # fmt: skip
     for capture in (None, model.cam_layer):
         sums = clipped_sum(context, batch, capture=capture)
@@ -178,10 +180,10 @@ def test_an_empty_draw_is_empty_with_activations_too(views: int) -> None:
 
 def test_too_little_memory_falls_back_to_the_whole_network() -> None:
     data = LocalData(tiny(pixels=32).train, unit="record", images_per_unit=1)
-    assert not data.keep_activations(split_frozen(network("last:1")), 0)
-    assert data.keep_activations(split_frozen(network("last:1")), 64)
+    assert not data.cache_features(split_backbone(network("last:1")), 0)
+    assert data.cache_features(split_backbone(network("last:1")), 64)
     large = LocalData(tiny(pixels=32, train=600).train, unit="record", images_per_unit=1)
-    assert not large.keep_activations(split_frozen(network("last:1")), 1)
+    assert not large.cache_features(split_backbone(network("last:1")), 1)
 
 
 def test_a_run_with_and_without_kept_activations_ends_alike(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_run_with_and_without_kept_activations_ends_alike(tmp_path: Path) -> N
     models = []
     for megabytes in (0, 64):
         out = tmp_path / str(megabytes)
-        xcal.run(out, **keys, keep_mb=megabytes, road_images=0, road_test_images=0)
+        xcal.run(out, **keys, feature_cache_mb=megabytes, road_images=0, road_test_images=0)
         found = read_tensors(out / "model.safetensors")
         assert found is not None
         models.append(found[0])

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, tiny_home
+from support import TINY, tiny_site
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.files import read_tensors
-from xcal.federation.home import ClientHome
 from xcal.federation.messages import public_keys
 from xcal.federation.setup import prepare
+from xcal.federation.site_directory import SiteDirectory
 
 QUICK: dict[str, Any] = {
     **TINY,
@@ -74,10 +74,10 @@ def test_real_noise_is_never_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("paired", [True, False])
 def test_a_trial_s_home_follows_its_own_file(tmp_path: Path, paired: bool) -> None:
     experiment = make_experiment({**TINY, "method": "xcal", "paired": paired})
-    home = ClientHome.open(tiny_home(tmp_path / "home", experiment=experiment))
-    noise = home.noise()
-    seed = home.about.seed
+    site_dir = SiteDirectory.open(tiny_site(tmp_path / "site", experiment=experiment))
+    noise = site_dir.noise()
+    seed = site_dir.about.seed
     assert seed is not None
     key = NoiseKey("0", "xcal", 0, 0, "gradient")
     assert noise.scalar(key) == SeededNoise(seed, paired=paired).scalar(key)
-    assert home.experiment(public_keys(experiment), 0).paired is paired
+    assert site_dir.experiment(public_keys(experiment), 0).paired is paired

@@ -21,7 +21,7 @@ from xcal.dp.noise import NoiseKey, NoiseSource, SeededNoise
 from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
 from xcal.methods.client_data import Batch, LocalData
-from xcal.methods.context import Optimiser, ReplayKey, StepContext, digest_tensors
+from xcal.methods.context import Optimizer, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
 from xcal.methods.steps import clipped_sum, dp_step, release_gradient, sgd_step
 from xcal.training import xcal as steps_with_signal
@@ -52,7 +52,7 @@ def bench_with(
         data=data,
         noise=SeededNoise(3),
         account=account,
-        optimiser=Optimiser(model, kind, 0.1, 0.9),
+        optimizer=Optimizer(model, kind, 0.1, 0.9),
         batch=20,
         clip=clip,
         replay=ReplayKey(b"secret", "context"),
@@ -142,11 +142,11 @@ def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
     bad[2] = True
     context = bench_with(Fixed(images, whole))
 
-    def centred(batch: Batch) -> float:
+    def centered(batch: Batch) -> float:
         return steps_with_signal._gradient_and_scores(context, 0, batch, rule, Bound(1.0))[1]
 
-    broken, everyone = centred(with_nan(whole, 2)), centred(whole)
-    alone = centred(whole.without(~bad))
+    broken, everyone = centered(with_nan(whole, 2)), centered(whole)
+    alone = centered(whole.without(~bad))
     assert everyone - broken == pytest.approx(alone, abs=1e-6)
 
 

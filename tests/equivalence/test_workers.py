@@ -38,9 +38,9 @@ def left_by(folder: Path) -> dict[str, Any]:
         for told in (*line["clients"], line["server"] or {"ledger_hash": ""}):
             told.pop("ledger_hash")  # of rows that hold the run's name and keyed digests
     ledgers = {}
-    for home in sorted((folder / "clients").iterdir()):
-        rows = [(r.kind, json.dumps(r.body)) for r in read_rows(home / "ledger.sqlite")]
-        ledgers[home.name] = [
+    for site_dir in sorted((folder / "clients").iterdir()):
+        rows = [(r.kind, json.dumps(r.body)) for r in read_rows(site_dir / "ledger.sqlite")]
+        ledgers[site_dir.name] = [
             (kind, _without_digests(json.loads(text.replace(run, "RUN")))) for kind, text in rows
         ]
     return {
@@ -52,7 +52,7 @@ def left_by(folder: Path) -> dict[str, Any]:
 
 
 def _without_digests(body: dict[str, Any]) -> dict[str, Any]:
-    """Digests of inputs are keyed by a secret of each home, made anew for every run."""
+    """Digests of inputs are keyed by a secret of each site, made anew for every run."""
     return {k: v for k, v in body.items() if k not in ("digest", "inputs", "time", "created")}
 
 
@@ -107,7 +107,7 @@ def test_nobody_is_left_and_every_step_is_told(
 
     monkeypatch.setattr(local.Workers, "__init__", noted)
 
-    class Counted(local.Silent):
+    class Counted(local.NullCallback):
         total = steps = 0
 
         def start(self, total_steps: int, done_steps: int) -> None:
@@ -149,7 +149,7 @@ def test_a_run_with_one_number_of_workers_is_resumed_with_another(
     def stop(self: Any, record: dict[str, Any]) -> None:
         raise Enough
 
-    monkeypatch.setattr(local.Silent, "round", stop)
+    monkeypatch.setattr(local.NullCallback, "round", stop)
     with pytest.raises(Enough):
         xcal.run(tmp_path / "cut", **{**keys, "workers": 2})
     monkeypatch.undo()
@@ -306,7 +306,7 @@ class Failing(type(own_method)):  # type: ignore[misc]
 
 FAILURES = {
     "user": lambda: UserError("Client 1 has something to say: listen."),
-    "refused": lambda: Refused("home", "The home is not in order: look."),
+    "refused": lambda: Refused("site", "The site is not in order: look."),
     "exhausted": lambda: LedgerExhausted("There is no more.", ("epsilon",)),
     "own": lambda: OwnError("1", why="because"),
     "local": lambda: type("Made", (Exception,), {})("here"),

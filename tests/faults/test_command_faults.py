@@ -27,21 +27,21 @@ KEYS = {"method": "fl-dp", "clients": CLIENTS, "rounds": 3, "road_images": 0, "r
 
 @dataclass(frozen=True)
 class Place:
-    """Client homes as hospitals have them, and a run on them that was cut off after a round."""
+    """Sites as hospitals have them, and a run on them that was cut off after a round."""
 
     folder: Path
 
     @property
-    def homes(self) -> list[Path]:
-        return [self.folder / f"home{c}" for c in range(CLIENTS)]
+    def sites(self) -> list[Path]:
+        return [self.folder / f"site{c}" for c in range(CLIENTS)]
 
     @property
     def ledger(self) -> Path:
-        return self.homes[0] / "ledger.sqlite"
+        return self.sites[0] / "ledger.sqlite"
 
     @property
     def head(self) -> Path:
-        return self.homes[0] / "ledger.head"
+        return self.sites[0] / "ledger.head"
 
     @property
     def begun(self) -> Path:
@@ -51,9 +51,9 @@ class Place:
     def fresh(self) -> Path:
         return self.folder / "fresh"
 
-    def start_words(self, out: Path, homes: list[Path] | None = None) -> list[str]:
-        names = json.dumps([str(h) for h in homes or self.homes])
-        return ["run", *sets(**KEYS), "--set", f"homes={names}", "--out", str(out)]
+    def start_words(self, out: Path, sites: list[Path] | None = None) -> list[str]:
+        names = json.dumps([str(h) for h in sites or self.sites])
+        return ["run", *sets(**KEYS), "--set", f"sites={names}", "--out", str(out)]
 
     def resume_words(self) -> list[str]:
         return ["run", "--resume", str(self.begun)]
@@ -84,10 +84,10 @@ def template() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp())
     place = Place(folder)
     warm_up(**KEYS)
-    for number, home in enumerate(place.homes):
-        create(home / "ledger.sqlite", Terms(f"ward {number}", "record", 30.0, 1e-2))
+    for number, site_dir in enumerate(place.sites):
+        create(site_dir / "ledger.sqlite", Terms(f"ward {number}", "record", 30.0, 1e-2))
     # An older copy, for those who restore one.
-    shutil.copytree(place.homes[0], folder / "old")
+    shutil.copytree(place.sites[0], folder / "old")
     process = ForkedXcal(
         place.start_words(place.begun),
         folder / "log",
@@ -114,7 +114,7 @@ def place(template: Path) -> Iterator[Place]:
 
 
 def _rename(folder: Path, old: Path) -> None:
-    """The run's configuration names the homes by path: let the copy name its own."""
+    """The run's configuration names the sites by path: let the copy name its own."""
     import hashlib
 
     begun = folder / "begun"
@@ -150,7 +150,7 @@ def test_without_a_fault_both_go_on(place: Place) -> None:
     assert ForkedXcal(place.resume_words(), place.folder / "log").wait()[0] == 0
     done = ForkedXcal(place.start_words(place.fresh), place.folder / "log").wait()
     assert done[0] == 0, done[2]
-    assert all(verify(home / "ledger.sqlite").ok for home in place.homes)
+    assert all(verify(site_dir / "ledger.sqlite").ok for site_dir in place.sites)
 
 
 def scalpel(path: Path, *statements: str) -> None:
@@ -201,15 +201,15 @@ def test_old_ledger_restored(place: Place) -> None:
 
 
 def test_old_home_restored(place: Place) -> None:
-    """Ledger and head agree: the head that travelled with the replies tells."""
-    shutil.rmtree(place.homes[0])
-    shutil.copytree(place.folder / "old", place.homes[0])
+    """Ledger and head agree: the head that traveled with the replies tells."""
+    shutil.rmtree(place.sites[0])
+    shutil.copytree(place.folder / "old", place.sites[0])
     refused(place, place.resume_words(), "is shorter than")
 
 
 def test_ledger_of_another_population(place: Place) -> None:
     for name in ("ledger.sqlite", "ledger.head"):
-        shutil.copy(place.homes[1] / name, place.homes[0] / name)
+        shutil.copy(place.sites[1] / name, place.sites[0] / name)
     refused(place, place.resume_words(), "is not the one")
 
 
@@ -235,9 +235,9 @@ def test_a_clock_that_is_a_little_behind_is_no_fault(place: Place) -> None:
 
 def test_one_home_twice(place: Place) -> None:
     link = place.folder / "link"
-    link.symlink_to(place.homes[0])
-    for second in (place.homes[0], link, place.homes[0] / ".." / "home0"):
-        words = place.start_words(place.fresh, [place.homes[0], second])
+    link.symlink_to(place.sites[0])
+    for second in (place.sites[0], link, place.sites[0] / ".." / "home0"):
+        words = place.start_words(place.fresh, [place.sites[0], second])
         refused(place, words, "names one folder twice")
         assert not place.fresh.exists()
 
@@ -256,10 +256,10 @@ def as_nobody() -> None:
 def test_read_only_ledger(place: Place) -> None:
     for path in (place.folder, *place.folder.rglob("*")):
         path.chmod(0o777 if path.is_dir() else 0o666)
-    for file in place.homes[0].iterdir():
+    for file in place.sites[0].iterdir():
         if file.is_file():
             file.chmod(0o444)
-    place.homes[0].chmod(0o555)
+    place.sites[0].chmod(0o555)
     both(place, str(place.ledger), as_nobody)
 
 

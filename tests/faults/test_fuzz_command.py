@@ -27,7 +27,7 @@ VALUES = (
 # Where nothing is wrong with its words, a run is to be a short one.
 SMALL = {**TINY, "rounds": 1, "clients": 2, "road_images": 0, "road_test_images": 0}
 # The others begin hours of work where nothing is wrong with their words: they get a wrong one.
-QUICK = {"plan", "run", "ledger", "data", "evaluate", "explain", "panel", "home"}
+QUICK = {"plan", "run", "ledger", "data", "evaluate", "explain", "panel", "site"}
 
 
 def commands(
@@ -66,7 +66,7 @@ def words_for(path: tuple[str, ...], command: click.Command, rng: random.Random)
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
     monkeypatch.setenv("COLUMNS", "120")
     return tmp_path
 

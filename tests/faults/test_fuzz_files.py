@@ -132,24 +132,24 @@ def test_damaged_data_sets(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     given = make(tmp_path)
     victim = given / inside if inside else given
     whole = victim.read_bytes()
-    home = tmp_path / "home"
-    monkeypatch.setenv("XCAL_HOME", str(home))
+    site_dir = tmp_path / "site"
+    monkeypatch.setenv("XCAL_HOME", str(site_dir))
     assert import_dataset(given, name="good", pixels=8).info.name == "good"
     read = refused = 0
     for number in rounds(count):
         rng = random.Random(f"{kind} {number}")
         victim.write_bytes(damaged(whole, rng))
-        before = {p for p in home.rglob("*") if p.is_file() and "lock" not in p.name}
+        before = {p for p in site_dir.rglob("*") if p.is_file() and "lock" not in p.name}
         with within(20, f"{kind} {number}"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 import_dataset(given, name="x", pixels=8, skip_bad=bool(number % 2), replace=True)
                 read += 1
-                shutil.rmtree(home / "data" / "x")
+                shutil.rmtree(site_dir / "data" / "x")
             except UserError as error:
                 refused += 1
                 assert str(error).strip()  # noqa: PT017 - bad files are told a line each
-                after = {p for p in home.rglob("*") if p.is_file() and "lock" not in p.name}
+                after = {p for p in site_dir.rglob("*") if p.is_file() and "lock" not in p.name}
                 assert after == before, number
     assert refused > 0
 
@@ -189,7 +189,7 @@ RUN = RunTerms("run", "xcal", "record", 3.0, 1e-5, ORDER, budget_at(ORDER, 3.0, 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    path = tmp_path / "home" / "ledger.sqlite"
+    path = tmp_path / "site" / "ledger.sqlite"
     create(path, Terms("people", "record", 4.0, 1e-4))
     with Ledger(path) as book:
         account = Account(book, RUN, replayable=False)
@@ -229,15 +229,15 @@ def _spend(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.head"])
 def test_damaged_ledgers(name: str, ledger: Path) -> None:
-    home = ledger.parent
-    kept = {p.name: p.read_bytes() for p in home.iterdir()}
+    site_dir = ledger.parent
+    kept = {p.name: p.read_bytes() for p in site_dir.iterdir()}
     for number in rounds(60):
-        for file in home.iterdir():
+        for file in site_dir.iterdir():
             file.unlink()
         for file_name, content in kept.items():
-            (home / file_name).write_bytes(content)
+            (site_dir / file_name).write_bytes(content)
         changed = damaged(kept[name], random.Random(f"{name} {number}"))
-        (home / name).write_bytes(changed)
+        (site_dir / name).write_bytes(changed)
         with within(20, f"{name} {number}"):
             read_all(ledger)
 

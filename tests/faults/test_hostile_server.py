@@ -17,47 +17,47 @@ import pytest
 import torch
 
 from fuzzing import damaged, rounds, within
-from support import ROOT, tiny_home
+from support import ROOT, tiny_site
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.federation.answer import answer
-from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal, Reply, decode_answer, encode_request
+from xcal.federation.site_directory import SiteDirectory
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tiny_home(tmp_path)
+def site_dir(tmp_path: Path) -> Path:
+    return tiny_site(tmp_path)
 
 
-def paid(home: Path) -> int:
-    rows = read_rows(home / "ledger.sqlite")
+def paid(site_dir: Path) -> int:
+    rows = read_rows(site_dir / "ledger.sqlite")
     return sum(len(charges_of(rows, run)) for run in runs_of(rows))
 
 
 # --- messages that are none -----------------------------------------------------------------------
 
 
-def test_damaged_requests(home: Path) -> None:
+def test_damaged_requests(site_dir: Path) -> None:
     whole = encode_request(a_request())
-    before = read_rows(home / "ledger.sqlite")
+    before = read_rows(site_dir / "ledger.sqlite")
     refusals = 0
     for number in rounds(80):
         data = damaged(whole, random.Random(f"request {number}"))
         with within(20, f"request {number}"):
-            sent = answer(home, data)
+            sent = answer(site_dir, data)
         got = decode_answer(sent, 1 << 24)
         if isinstance(got, Reply):  # the damage was in what does not count
-            shutil.rmtree(home / "runs")
-            for file in home.glob("ledger.*"):
+            shutil.rmtree(site_dir / "runs")
+            for file in site_dir.glob("ledger.*"):
                 file.unlink()
-            home = tiny_home(home.parent / f"again{number}")
-            before = read_rows(home / "ledger.sqlite")
+            site_dir = tiny_site(site_dir.parent / f"again{number}")
+            before = read_rows(site_dir / "ledger.sqlite")
             continue
         refusals += 1
-        assert got.code != "internal", (number, ClientHome.open(home).refusals()[-1])
-        assert read_rows(home / "ledger.sqlite") == before
-        assert str(home).encode() not in sent
+        assert got.code != "internal", (number, SiteDirectory.open(site_dir).refusals()[-1])
+        assert read_rows(site_dir / "ledger.sqlite") == before
+        assert str(site_dir).encode() not in sent
     assert refusals > 50
 
 
@@ -96,17 +96,17 @@ def allowed(name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_that_hold_anything(home: Path, name: str) -> None:
+def test_fields_that_hold_anything(site_dir: Path, name: str) -> None:
     whole = encode_request(a_request())
-    before = read_rows(home / "ledger.sqlite")
+    before = read_rows(site_dir / "ledger.sqlite")
     for value in NASTY:
         if allowed(name, value):
             continue
         with within(20, f"{name} = {value!r:.50}"):
-            got = decode_answer(answer(home, with_field(whole, name, value)), 1 << 24)
+            got = decode_answer(answer(site_dir, with_field(whole, name, value)), 1 << 24)
         assert isinstance(got, Refusal), (name, value)
-        assert got.code != "internal", (name, value, ClientHome.open(home).refusals()[-1])
-        assert read_rows(home / "ledger.sqlite") == before
+        assert got.code != "internal", (name, value, SiteDirectory.open(site_dir).refusals()[-1])
+        assert read_rows(site_dir / "ledger.sqlite") == before
 
 
 # --- requests that ask for more -------------------------------------------------------------------
@@ -143,14 +143,14 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", ATTACKS)
-def test_what_a_server_may_not_have(home: Path, what: str) -> None:
+def test_what_a_server_may_not_have(site_dir: Path, what: str) -> None:
     with within(30, what):
-        got = ask(home, changed(**ATTACKS[what]))
-    entries = ClientHome.open(home).refusals()
-    assert verify(home / "ledger.sqlite").ok
+        got = ask(site_dir, changed(**ATTACKS[what]))
+    entries = SiteDirectory.open(site_dir).refusals()
+    assert verify(site_dir / "ledger.sqlite").ok
     if isinstance(got, Reply):
         # A foolish wish is no attack: it was trained within the budget, and paid for.
-        assert got.answer.report.steps == paid(home)
+        assert got.answer.report.steps == paid(site_dir)
         assert got.answer.report.share_spent is not None
         assert got.answer.report.share_spent <= 1
         return
@@ -158,31 +158,31 @@ def test_what_a_server_may_not_have(home: Path, what: str) -> None:
     assert entries[-1]["code"] == got.code
     assert entries[-1]["detail"]
     if got.code != "diverged":  # which is told after steps that were paid for
-        assert paid(home) == 0
+        assert paid(site_dir) == 0
 
 
-def test_other_terms_under_a_name_that_has_begun(home: Path) -> None:
-    first = ask(home, a_request())
+def test_other_terms_under_a_name_that_has_begun(site_dir: Path) -> None:
+    first = ask(site_dir, a_request())
     assert isinstance(first, Reply)
-    before, weights = paid(home), first.answer.weights
+    before, weights = paid(site_dir), first.answer.weights
     for keys in ({"epsilon": 7.0}, {"method": "fl-dp"}, {"local_epochs": 3}):
         request = changed(**keys)
         request = a_request(round=1, weights=weights, experiment=request.experiment)
-        assert ask(home, request) == Refusal("0", "ledger")
+        assert ask(site_dir, request) == Refusal("0", "ledger")
     for own in ((0, 1), (1,), (0, 1, 2, 3)):
-        got = ask(home, a_request(round=1, weights=weights, own_rounds=own))
+        got = ask(site_dir, a_request(round=1, weights=weights, own_rounds=own))
         assert isinstance(got, Refusal)
-    assert paid(home) == before
+    assert paid(site_dir) == before
 
 
-def test_a_round_replayed_for_other_weights_gives_nothing_new(home: Path) -> None:
-    first = answer(home, encode_request(a_request()))
-    spent = paid(home)
+def test_a_round_replayed_for_other_weights_gives_nothing_new(site_dir: Path) -> None:
+    first = answer(site_dir, encode_request(a_request()))
+    spent = paid(site_dir)
     for number in range(5):
         other = {k: v + 1e-6 * (number + 1) for k, v in a_request().weights.items()}
-        assert ask(home, a_request(weights=other)) == Refusal("0", "round-other-weights")
-    assert answer(home, encode_request(a_request())) == first
-    assert paid(home) == spent
+        assert ask(site_dir, a_request(weights=other)) == Refusal("0", "round-other-weights")
+    assert answer(site_dir, encode_request(a_request())) == first
+    assert paid(site_dir) == spent
 
 
 # --- noise and draws ------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_real_client_takes_no_seed_from_a_server(tmp_path: Path) -> None:
     """Same request, same data, same first seed: two answers that share no noise and no draw."""
     answers = []
     for name in ("a", "b"):
-        got = ask(real(tiny_home(tmp_path / name)), a_request())
+        got = ask(real(tiny_site(tmp_path / name)), a_request())
         assert isinstance(got, Reply)
         assert got.answer.report.noise == "secure"
         answers.append(got.answer.weights)
@@ -205,7 +205,7 @@ def test_a_real_client_takes_no_seed_from_a_server(tmp_path: Path) -> None:
 def test_the_first_weights_seed_does_not_reach_the_noise(tmp_path: Path) -> None:
     """Even a simulated client takes its noise from its own seed only."""
     answers = [
-        ask(tiny_home(tmp_path / str(seed)), a_request(initial_seed=seed)) for seed in (0, 123)
+        ask(tiny_site(tmp_path / str(seed)), a_request(initial_seed=seed)) for seed in (0, 123)
     ]
     first, second = answers
     assert isinstance(first, Reply)
@@ -231,15 +231,15 @@ def test_records_whose_gradients_overflow_contribute_nothing(tmp_path: Path, met
     """Two clients with the same noise and wholly different data then give the same answer."""
     answers = []
     for shard in (0, 1):
-        home = tiny_home(tmp_path / str(shard))
-        text = (home / "home.toml").read_text()
-        (home / "home.toml").write_text(text.replace("shard = 0", f"shard = {shard}"))
+        site_dir = tiny_site(tmp_path / str(shard))
+        text = (site_dir / "site.toml").read_text()
+        (site_dir / "site.toml").write_text(text.replace("shard = 0", f"shard = {shard}"))
         request = a_request(weights=blown_up(), experiment=changed(method=method).experiment)
-        got = ask(home, request)
-        assert isinstance(got, Reply), ClientHome.open(home).refusals()
+        got = ask(site_dir, request)
+        assert isinstance(got, Reply), SiteDirectory.open(site_dir).refusals()
         assert got.answer.weights is not None
         answers.append(got.answer)
-        assert paid(home) == len(got.answer.trace) > 0  # noise-only steps are charged like any
+        assert paid(site_dir) == len(got.answer.trace) > 0  # noise-only steps are charged like any
     first, second = answers
     for name, value in first.weights.items():
         assert torch.equal(value, second.weights[name])
@@ -248,39 +248,39 @@ def test_records_whose_gradients_overflow_contribute_nothing(tmp_path: Path, met
     # … while under honest weights their answers differ.
     honest = []
     for shard in (0, 1):
-        home = tiny_home(tmp_path / f"honest{shard}")
-        text = (home / "home.toml").read_text()
-        (home / "home.toml").write_text(text.replace("shard = 0", f"shard = {shard}"))
-        got = ask(home, a_request(experiment=changed(method=method).experiment))
+        site_dir = tiny_site(tmp_path / f"honest{shard}")
+        text = (site_dir / "site.toml").read_text()
+        (site_dir / "site.toml").write_text(text.replace("shard = 0", f"shard = {shard}"))
+        got = ask(site_dir, a_request(experiment=changed(method=method).experiment))
         assert isinstance(got, Reply)
         honest.append(got.answer.weights)
     assert not torch.equal(honest[0]["head.weight"], honest[1]["head.weight"])
 
 
 @pytest.mark.parametrize("scale", [1e-45, 1e-20, 1e10, 1e20, 1e30, 3e38])
-def test_weights_of_any_size_get_an_answer_or_a_code(home: Path, scale: float) -> None:
+def test_weights_of_any_size_get_an_answer_or_a_code(site_dir: Path, scale: float) -> None:
     weights = {k: torch.full_like(v, scale) for k, v in a_request().weights.items()}
     with within(30, f"{scale:g}"):
-        got = ask(home, a_request(weights=weights))
+        got = ask(site_dir, a_request(weights=weights))
     if isinstance(got, Refusal):
         assert got.code == "diverged"
     else:
         assert got.answer.weights is not None
         assert all(bool(torch.isfinite(v).all()) for v in got.answer.weights.values())
-    assert verify(home / "ledger.sqlite").ok
+    assert verify(site_dir / "ledger.sqlite").ok
 
 
-# --- homes and files ------------------------------------------------------------------------------
+# --- sites and files ------------------------------------------------------------------------------
 
 
-def test_a_ledger_of_another_population_is_refused(home: Path) -> None:
-    text = (home / "home.toml").read_text()
+def test_a_ledger_of_another_population_is_refused(site_dir: Path) -> None:
+    text = (site_dir / "site.toml").read_text()
     assert 'population = "simulated client 0"' in text
-    (home / "home.toml").write_text(text.replace("simulated client 0", "another ward"))
-    assert ask(home, a_request()) == Refusal("0", "ledger")
-    (entry,) = ClientHome.open(home).refusals()
+    (site_dir / "site.toml").write_text(text.replace("simulated client 0", "another ward"))
+    assert ask(site_dir, a_request()) == Refusal("0", "ledger")
+    (entry,) = SiteDirectory.open(site_dir).refusals()
     assert "another ward" in entry["detail"]
-    assert paid(home) == 0
+    assert paid(site_dir) == 0
 
 
 def test_no_code_is_read_from_files() -> None:

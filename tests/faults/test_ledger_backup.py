@@ -51,7 +51,7 @@ def charge(step: int) -> Charge:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    made = tmp_path / "home" / "ledger.sqlite"
+    made = tmp_path / "site" / "ledger.sqlite"
     ledgers.create(made, Terms("ward", "record", 8.0, 1e-4))
     return made
 
@@ -131,12 +131,12 @@ def test_a_damaged_ledger_is_not_copied_over_a_good_one(path: Path, tmp_path: Pa
 def test_names_are_shown_as_they_are(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home = tmp_path / name.replace("/", "")
-    ledgers.create(home / "ledger.sqlite", Terms(name, "record", 8.0, 1e-4))
-    with Ledger(home / "ledger.sqlite") as ledger:
+    site_dir = tmp_path / name.replace("/", "")
+    ledgers.create(site_dir / "ledger.sqlite", Terms(name, "record", 8.0, 1e-4))
+    with Ledger(site_dir / "ledger.sqlite") as ledger:
         ledger.reserve(RUN)
     for words in (["ledger", "show"], ["ledger", "analyse", "--no-pld"]):
-        assert main([*words, str(home)]) == 0
+        assert main([*words, str(site_dir)]) == 0
     assert name in capsys.readouterr().out
 
 
@@ -151,7 +151,7 @@ def test_a_home_refused_for_its_terms_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--client", "a", "--epsilon", "1", "--delta", "1e-5", "--data", "smear"]
-    home = str(tmp_path / "h")
-    assert main(["home", "init", home, *words, "--population", ""]) == 2
+    site_dir = str(tmp_path / "h")
+    assert main(["site", "init", site_dir, *words, "--population", ""]) == 2
     assert "population" in capsys.readouterr().err
-    assert main(["home", "init", home, *words, "--population", "ward"]) == 0
+    assert main(["site", "init", site_dir, *words, "--population", "ward"]) == 0

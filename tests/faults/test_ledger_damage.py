@@ -60,7 +60,7 @@ def pay_some(path: Path, steps: range) -> Head:
 @pytest.fixture
 def path(tmp_path) -> Path:
     """A ledger with five charges."""
-    place = tmp_path / "home" / "ledger.sqlite"
+    place = tmp_path / "site" / "ledger.sqlite"
     create(place, Terms("people", "record", 4.0, 1e-4))
     pay_some(place, range(5))
     return place
@@ -94,7 +94,7 @@ def edit_charge(connection: sqlite3.Connection, seq: int, **changes) -> None:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """All that a home says: the rows, and every other file to the byte.
+    """All that a site says: the rows, and every other file to the byte.
 
     SQLite may note in its own header how it was opened, and leaves empty files beside a database.
     """
@@ -189,7 +189,7 @@ def test_older_copy_that_was_spent_from_elsewhere(path, tmp_path):
 
 
 def test_older_copy_of_the_whole_home(path, tmp_path):
-    """Ledger and head agree; only the head that travelled with the replies tells."""
+    """Ledger and head agree; only the head that traveled with the replies tells."""
     shutil.copytree(path.parent, tmp_path / "copy")
     newest = pay_some(path, range(5, 8))
     shutil.rmtree(path.parent)
@@ -301,44 +301,44 @@ def ordinary_user():
 
 
 @pytest.fixture
-def locked_home(path):
-    """The same home in a folder that may be read by all and written by nobody."""
+def locked_site(path):
+    """The same site in a folder that may be read by all and written by nobody."""
     folder = Path(tempfile.mkdtemp())
-    home = folder / "home"
-    shutil.copytree(path.parent, home)
-    for file in home.iterdir():
+    site_dir = folder / "site"
+    shutil.copytree(path.parent, site_dir)
+    for file in site_dir.iterdir():
         file.chmod(0o444)
-    home.chmod(0o555)
+    site_dir.chmod(0o555)
     folder.chmod(0o755)
-    yield home
-    home.chmod(0o755)
+    yield site_dir
+    site_dir.chmod(0o755)
     shutil.rmtree(folder)
 
 
-def test_read_only_folder(locked_home):
+def test_read_only_folder(locked_site):
     with ordinary_user():
-        assert_refused(locked_home / "ledger.sqlite", "cannot be locked: is its folder writable")
+        assert_refused(locked_site / "ledger.sqlite", "cannot be locked: is its folder writable")
         with pytest.raises(UserError, match="cannot be created: is the folder writable"):
-            create(locked_home / "new" / "ledger.sqlite", Terms("people", "record", 4.0, 1e-4))
+            create(locked_site / "new" / "ledger.sqlite", Terms("people", "record", 4.0, 1e-4))
 
 
-def test_read_only_file(locked_home):
+def test_read_only_file(locked_site):
     """At the latest the first charge is refused: nothing can be released."""
-    locked_home.chmod(0o777)
-    (locked_home / "ledger.lock").chmod(0o666)
-    path = locked_home / "ledger.sqlite"
-    before = contents(locked_home)
+    locked_site.chmod(0o777)
+    (locked_site / "ledger.lock").chmod(0o666)
+    path = locked_site / "ledger.sqlite"
+    before = contents(locked_site)
     with ordinary_user(), Ledger(path) as ledger:
         account = Account(ledger, RUN, replayable=False)
         with pytest.raises(UserError, match=r"could not be written .* nothing was released"):
             pay(account, 5)
         assert ledger.head.count == 7
-    assert contents(locked_home) == before
+    assert contents(locked_site) == before
 
 
-def test_an_auditor_may_read_what_nobody_may_write(locked_home):
+def test_an_auditor_may_read_what_nobody_may_write(locked_site):
     with ordinary_user():
-        assert verify(locked_home / "ledger.sqlite").ok
+        assert verify(locked_site / "ledger.sqlite").ok
 
 
 # --- the auditor's command ------------------------------------------------------------------------

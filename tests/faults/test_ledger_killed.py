@@ -46,7 +46,7 @@ from xcal.models.small import small
 from xcal.dp.calibration import PlanShape, plan_xcal
 from xcal.dp.noise import SecureNoise
 from xcal.dp.clipping import ClippingEngine
-from xcal.methods.context import StepContext, LocalData, Optimiser
+from xcal.methods.context import StepContext, LocalData, Optimizer
 from xcal.methods.xcal import XcalRule, XcalState, xcal_step
 
 torch.set_num_threads(1)
@@ -57,7 +57,7 @@ class Stopping(SecureNoise):
         sys.stdin.readline()
         return super().normals(key, count)
 
-class Watched(Optimiser):
+class Watched(Optimizer):
     def step(self, gradient):
         super().step(gradient)
         say("released")
@@ -79,7 +79,7 @@ with Ledger(path) as ledger:
         client="0", method="xcal", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=LocalData(images, unit="record", images_per_unit=1),
         noise=Stopping(), account=Account(ledger, terms, replayable=False),
-        optimiser=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
+        optimizer=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
     )
     xcal_step(context, 0, XcalRule(plan, SignalSettings()), XcalState())
 """

@@ -182,10 +182,10 @@ def test_a_home_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
 def test_a_missing_or_older_ledger_is_refused_on_resume(tmp_path: Path) -> None:
     keys = {**TINY, "method": "xcal"}
     die("before-checkpoint", 2, tmp_path / "run", keys)
-    home = tmp_path / "run" / "clients" / "0"
+    site_dir = tmp_path / "run" / "clients" / "0"
     for name in ("ledger.sqlite", "ledger.head", "ledger.sqlite-wal", "ledger.sqlite-shm"):
-        (home / name).unlink(missing_ok=True)
-    next(home.glob("runs/*/reply.safetensors")).unlink()
+        (site_dir / name).unlink(missing_ok=True)
+    next(site_dir.glob("runs/*/reply.safetensors")).unlink()
     with pytest.raises(UserError, match="does not exist"):
         xcal.run(tmp_path / "run", resume=True)
 
@@ -224,6 +224,6 @@ def test_control_c_loses_nothing(tmp_path: Path) -> None:
     assert process.returncode == 130, errors
     assert "xcal run --resume" in " ".join(printed.split())
     assert "Traceback" not in errors
-    for home in (out / "clients").iterdir():
-        assert verify(home / "ledger.sqlite").ok
+    for site_dir in (out / "clients").iterdir():
+        assert verify(site_dir / "ledger.sqlite").ok
     assert xcal.run(out, resume=True)["rounds"] == 60

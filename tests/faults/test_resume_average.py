@@ -1,4 +1,4 @@
-"""Averages over steps, views and kept activations come back to the bit after a kill."""
+"""Averages over steps, views and feature cache come back to the bit after a kill."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ class Federation:
         assert done.returncode == 0, done.stderr
         return out
 
-    def home(self, name: str) -> Path:
-        return self.party(name).home
+    def site_dir(self, name: str) -> Path:
+        return self.party(name).site_dir
 
     def submit_folder(self, folder: Path, who: Path | None = None) -> str:
         """Submit any job folder as `who`, past our own command; what became of it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, tiny_home
+from support import TINY, tiny_site
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.errors import UserError
@@ -27,10 +27,10 @@ NAMES = ("0", "1", "2")
 
 
 class Post:
-    """A carrier that hands bytes to homes in this process, and can lose them on the way."""
+    """A carrier that hands bytes to sites in this process, and can lose them on the way."""
 
-    def __init__(self, homes: Mapping[str, Path]) -> None:
-        self.homes = homes
+    def __init__(self, sites: Mapping[str, Path]) -> None:
+        self.sites = sites
         self.silent: dict[int, set[str]] = {}  # asked, and their answers lost, by round
         self.lies: dict[str, bytes] = {}
         self.came_late: list[str] = []
@@ -39,7 +39,7 @@ class Post:
     def exchange(
         self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
     ) -> dict[str, bytes]:
-        answers = {c: self.lies.get(c) or answer(self.homes[c], m) for c, m in messages.items()}
+        answers = {c: self.lies.get(c) or answer(self.sites[c], m) for c, m in messages.items()}
         self.sent += answers.values()
         lost = self.silent.get(round_number, set())
         self.came_late = [c for c in answers if c in lost]
@@ -50,7 +50,7 @@ class Post:
 
 
 def homes_in(folder: Path, experiment: Experiment, **policy: Any) -> dict[str, Path]:
-    return {n: tiny_home(folder, int(n), experiment=experiment, **policy) for n in NAMES}
+    return {n: tiny_site(folder, int(n), experiment=experiment, **policy) for n in NAMES}
 
 
 def start(out: Path, experiment: Experiment) -> RunFolder:
@@ -83,7 +83,7 @@ def test_clients_behind_messages_give_the_local_engines_result(tmp_path: Path, m
     remote = json.loads((tmp_path / "remote" / "statement.json").read_text())
     assert remote["clients"] == local["clients"]
     for name in NAMES:
-        assert verify(post.homes[name] / "ledger.sqlite").ok
+        assert verify(post.sites[name] / "ledger.sqlite").ok
 
 
 def test_who_does_not_answer_in_time_is_told_and_left_out(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_below_the_quorum_the_run_stops_and_resumes_without_new_charges(tmp_path
     federation = prepare_remote(experiment, NAMES)
     with pytest.raises(UserError, match="got 1 of the 3 answers it needs: no answer from 0, 2"):
         run_experiment(folder, None, federation, post)
-    paid = {n: len(read_rows(post.homes[n] / "ledger.sqlite")) for n in NAMES}
+    paid = {n: len(read_rows(post.sites[n] / "ledger.sqlite")) for n in NAMES}
     post.silent = {}
     result = run_experiment(RunFolder.find(folder.path), None, federation, post)
     first, second = model_of(tmp_path / "local"), model_of(tmp_path / "run")
@@ -118,20 +118,20 @@ def test_below_the_quorum_the_run_stops_and_resumes_without_new_charges(tmp_path
     assert result["clients"] == whole["clients"]
     steps = [c["steps"] // 3 for c in result["clients"]]
     for name, own in zip(NAMES, steps, strict=True):  # one more round of charges, no more
-        assert len(read_rows(post.homes[name] / "ledger.sqlite")) == paid[name] + own
+        assert len(read_rows(post.sites[name] / "ledger.sqlite")) == paid[name] + own
 
 
 def test_a_refusal_is_logged_on_both_sides(tmp_path: Path) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2})
-    homes = homes_in(tmp_path, experiment)
-    path = homes["1"] / "policy.toml"
+    sites = homes_in(tmp_path, experiment)
+    path = sites["1"] / "policy.toml"
     path.write_text(path.read_text().replace("epsilon_run = 8.0", "epsilon_run = 1.0"))
     folder = start(tmp_path / "run", experiment)
-    run_experiment(folder, None, prepare_remote(experiment, NAMES), Post(homes))
+    run_experiment(folder, None, prepare_remote(experiment, NAMES), Post(sites))
     assert all(r["refused"] == {"1": "epsilon-run"} for r in records(tmp_path / "run"))
     logged = [json.loads(x) for x in (tmp_path / "run/refusals.jsonl").read_text().splitlines()]
     assert logged == [{"round": t, "client": "1", "code": "epsilon-run"} for t in range(3)]
-    assert len((homes["1"] / "refusals.jsonl").read_text().splitlines()) == 3
+    assert len((sites["1"] / "refusals.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize("lie", [b"", b"nonsense", b"\xff" * 4000])

@@ -27,7 +27,7 @@ class Tasks:
 
     def __init__(self, sites: dict[str, Callable[[bytes], Any]]) -> None:
         self.sites = sites
-        self.cancelled: list[str] = []
+        self.canceled: list[str] = []
 
     def send(self, task: Any, fl_ctx: Any, targets: list[str]) -> None:
         task.site = targets[0]
@@ -41,7 +41,7 @@ class Tasks:
         threading.Thread(target=work, daemon=True).start()
 
     def cancel_task(self, task: Any, fl_ctx: Any) -> None:
-        self.cancelled.append(task.site)
+        self.canceled.append(task.site)
 
 
 def result(data: Any) -> Shareable:
@@ -82,7 +82,7 @@ def test_a_silent_site_costs_the_timeout_and_no_more() -> None:
     began = time.monotonic()
     assert made.exchange(0, {"a": b"", "b": b""}, 1.0) == {"b": b"y"}
     assert 0.9 < time.monotonic() - began < 6
-    assert "site-a" in made._controller.cancelled
+    assert "site-a" in made._controller.canceled
     made.too_late("site-a")
     assert made.late() == ["a"]
     assert made.late() == []

@@ -86,7 +86,7 @@ def test_nothing_but_tls_on_the_wire(federation: Federation) -> None:
 
 def test_sites_send_inventoried_fields_only(federation: Federation) -> None:
     for site in SITES:
-        lines = (federation.home(site) / "messages.jsonl").read_text().splitlines()
+        lines = (federation.site_dir(site) / "messages.jsonl").read_text().splitlines()
         sent = [line for line in map(json.loads, lines) if line["direction"] == "sent"]
         assert len([s for s in sent if s["kind"] == "reply"]) >= 3
         for message in sent:
@@ -95,19 +95,19 @@ def test_sites_send_inventoried_fields_only(federation: Federation) -> None:
 
 
 def test_a_request_beyond_a_sites_policy_is_refused(federation: Federation) -> None:
-    homes = [federation.home(site) for site in SITES]
-    before = [len(read_rows(home / "ledger.sqlite")) for home in homes]
+    sites = [federation.site_dir(site) for site in SITES]
+    before = [len(read_rows(site_dir / "ledger.sqlite")) for site_dir in sites]
     federation.submit("greedy", "--set", "epsilon=9.0")
     federation.wait_end("greedy")
     done = federation.xcal("fetch", "greedy", "--out", str(federation.folder / "greedy"))
     assert "refused (epsilon-run)" in done.stdout
     lines = (federation.folder / "greedy" / "refusals.jsonl").read_text().splitlines()
     assert {json.loads(line)["code"] for line in lines} == {"epsilon-run"}
-    for home in homes:  # logged with the detail at the site, which nothing was charged to
-        last = json.loads((home / "refusals.jsonl").read_text().splitlines()[-1])
+    for site_dir in sites:  # logged with the detail at the site, which nothing was charged to
+        last = json.loads((site_dir / "refusals.jsonl").read_text().splitlines()[-1])
         assert last["code"] == "epsilon-run"
         assert "policy allows 8" in last["detail"]
-    assert before == [len(read_rows(home / "ledger.sqlite")) for home in homes]
+    assert before == [len(read_rows(site_dir / "ledger.sqlite")) for site_dir in sites]
 
 
 # --- who is not let in ----------------------------------------------------------------------------

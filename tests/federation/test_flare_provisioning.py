@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
 from federation.flare_support import free_port
-from support import tiny_home
+from support import tiny_site
 from xcal.errors import UserError
 from xcal.experiments import to_toml
 from xcal.federation.nvflare import provision
@@ -172,7 +172,7 @@ def test_accept_makes_the_home_and_checks(
         *words, "--population", "smears of two", "--epsilon", "5", "--delta", "1e-5"
     )
     assert code == 0, err
-    assert "epsilon_total = 5.0" in (party.home / "policy.toml").read_text()
+    assert "epsilon_total = 5.0" in (party.site_dir / "policy.toml").read_text()
     assert "data: " in out
     assert "problem" not in out
 
@@ -210,15 +210,15 @@ def test_check_finds_a_loosened_kit(site: Party, tmp_path: Path) -> None:
 
 def test_check_finds_what_is_wrong_with_a_home(site: Party, tmp_path: Path) -> None:
     party = copy(site, tmp_path / "homeless")
-    assert "xcal home init" in texts(party, "problem")
-    made = tiny_home(tmp_path / "made", epsilon_total=20.0, sigma_min=0.1)
-    made.rename(party.home)
+    assert "xcal site init" in texts(party, "problem")
+    made = tiny_site(tmp_path / "made", epsilon_total=20.0, sigma_min=0.1)
+    made.rename(party.site_dir)
     shutil.copy(tmp_path / "made" / "experiment.toml", party.folder)
     assert "data: " in texts(party, "ok")
     loose = texts(party, "warning")
     assert "epsilon_total = 20" in loose
     assert "sigma_min = 0.1" in loose
-    about = party.home / "home.toml"
+    about = party.site_dir / "site.toml"
     about.write_text(about.read_text().replace("shard = 0", "shard = 9"))
     assert "data cannot be had" in texts(party, "problem")
     table = {"client": "two", "population": "simulated client 0", "data": "not-imported"}
@@ -226,7 +226,7 @@ def test_check_finds_what_is_wrong_with_a_home(site: Party, tmp_path: Path) -> N
     found = texts(party, "problem")
     assert "no data set called 'not-imported'" in found
     assert "the server asks for 'one'" in found
-    (party.home / "ledger.sqlite").unlink()
+    (party.site_dir / "ledger.sqlite").unlink()
     assert "ledger.sqlite does not exist" in texts(party, "problem")
 
 

@@ -58,7 +58,7 @@ def charged(ledger: Path, run: str) -> list[tuple[int, int]]:
 
 def at_work(federation: Federation, site: str, run: str, beyond: int) -> int:
     """Wait until the site has paid for more steps of the run than `beyond`; how many."""
-    ledger = federation.home(site) / "ledger.sqlite"
+    ledger = federation.site_dir(site) / "ledger.sqlite"
     return int(
         wait_for(
             lambda: (n := len(charged(ledger, run))) > beyond and n, f"{site} to be at work", 240
@@ -72,7 +72,7 @@ def check_the_end(federation: Federation, run: str, undisturbed: Path) -> None:
     same = (fetched / "model.safetensors").read_bytes()
     assert same == (undisturbed / "model.safetensors").read_bytes()
     for number, site in enumerate(SITES):  # every step of the finished model was paid for
-        ours = charged(federation.home(site) / "ledger.sqlite", run)
+        ours = charged(federation.site_dir(site) / "ledger.sqlite", run)
         ledger = undisturbed / "clients" / str(number) / "ledger.sqlite"
         assert set(ours) >= set(charged(ledger, "undisturbed"))
         assert len(charged(ledger, "undisturbed")) > 20

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import xcal
-from support import ROOT, TINY, sets, tiny_home, xcal_environment, xcal_process
+from support import ROOT, TINY, sets, tiny_site, xcal_environment, xcal_process
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.experiments import make_experiment, to_toml
 from xcal.federation.files import read_tensors
@@ -92,8 +92,8 @@ def test_the_simulation_gives_the_local_engines_result(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_run(tmp_path / "local", tmp_path / "flower")
-    for home in (tmp_path / "flower" / "clients").iterdir():
-        assert verify(home / "ledger.sqlite").ok
+    for site_dir in (tmp_path / "flower" / "clients").iterdir():
+        assert verify(site_dir / "ledger.sqlite").ok
 
 
 @with_flower
@@ -125,8 +125,8 @@ def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
     xcal.run(tmp_path / "whole", **{**TINY, **quick})
     xcal.run(out, resume=True)  # on the local engine
     assert_same_run(tmp_path / "whole", out)
-    for home in (out / "clients").iterdir():
-        rows = read_rows(home / "ledger.sqlite")
+    for site_dir in (out / "clients").iterdir():
+        rows = read_rows(site_dir / "ledger.sqlite")
         (run,) = runs_of(rows)
         steps = [(c.round, c.step) for c in charges_of(rows, run)]
         assert len(steps) == len(set(steps))  # each paid for once
@@ -200,20 +200,20 @@ class Deployment:
 
     def aim(self, who: str, port: int) -> None:
         """Which SuperLink `flwr` speaks to for `who`."""
-        home = self.folder / f"flwr-{who}"
-        home.mkdir(exist_ok=True)
-        (home / "config.toml").write_text(
+        site_dir = self.folder / f"flwr-{who}"
+        site_dir.mkdir(exist_ok=True)
+        (site_dir / "config.toml").write_text(
             '[superlink]\ndefault = "silo"\n[superlink.silo]\n'
             f'address = "localhost:{port}"\nroot-certificates = "{self.folder / "ca.crt"}"\n'
         )
 
     def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
-        home = self.folder / f"flwr-{name}"
-        home.mkdir(exist_ok=True)
+        site_dir = self.folder / f"flwr-{name}"
+        site_dir.mkdir(exist_ok=True)
         with open(self.folder / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 [binary(words[0]), *words[1:]],
-                env={**self.environment, "FLWR_HOME": str(home)},
+                env={**self.environment, "FLWR_HOME": str(site_dir)},
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -243,10 +243,10 @@ class Deployment:
         self.aim("stranger", self.front)
 
     def flwr(self, who: str, *words: str) -> subprocess.CompletedProcess[str]:
-        home = self.folder / f"flwr-{who}"
+        site_dir = self.folder / f"flwr-{who}"
         return subprocess.run(
             [binary("flwr"), *words],
-            env={**self.environment, "FLWR_HOME": str(home), "COLUMNS": "200"},
+            env={**self.environment, "FLWR_HOME": str(site_dir), "COLUMNS": "200"},
             cwd=self.folder,
             capture_output=True,
             text=True,
@@ -259,15 +259,15 @@ class Deployment:
         subprocess.run(shlex.split(words), cwd=self.folder, check=True)
         return self.folder / f"{name}.key"
 
-    def supernode(self, home: Path) -> subprocess.Popen[bytes]:
-        key = self.key(f"node-{home.name}")
+    def supernode(self, site_dir: Path) -> subprocess.Popen[bytes]:
+        key = self.key(f"node-{site_dir.name}")
         done = self.flwr("admin", "supernode", "register", f"{key}.pub", "silo", "--name", key.stem)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.start(
-            f"node-{home.name}",
+            f"node-{site_dir.name}",
             *("flower-supernode", "--superlink", f"localhost:{self.front}"),
             *("--root-certificates", "ca.crt", "--auth-supernode-private-key", str(key)),
-            *("--port", str(free_port()), "--node-config", f'home="{home}"'),
+            *("--port", str(free_port()), "--node-config", f'site="{site_dir}"'),
         )
 
     def run(self, **settings: Any) -> subprocess.Popen[bytes]:
@@ -325,10 +325,10 @@ def test_superlink_and_supernodes_give_the_local_engines_result(
     xcal.run(tmp_path / "local", **keys)
     path = tmp_path / "experiment.toml"
     path.write_text(to_toml(experiment.resolved()))
-    homes = [tiny_home(tmp_path / "homes", i, experiment=experiment) for i in range(2)]
+    sites = [tiny_site(tmp_path / "sites", i, experiment=experiment) for i in range(2)]
     deployment.superlink()
-    for home in homes:
-        deployment.supernode(home)
+    for site_dir in sites:
+        deployment.supernode(site_dir)
     # Who comes through the proxy, as a hospital would, can neither register a node nor start a run.
     stranger = deployment.key("stranger")
     for words in (
@@ -342,8 +342,8 @@ def test_superlink_and_supernodes_give_the_local_engines_result(
     wait_for(tmp_path / "run" / "result.json", deployment, 600)
     assert_same_run(tmp_path / "local", tmp_path / "run")
     assert json.loads((tmp_path / "run" / "clients.json").read_text()) == ["0", "1"]
-    for home in homes:
-        assert verify(home / "ledger.sqlite").ok
+    for site_dir in sites:
+        assert verify(site_dir / "ledger.sqlite").ok
 
 
 @with_nginx

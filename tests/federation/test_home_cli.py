@@ -1,4 +1,4 @@
-"""`xcal home` as a hospital's engineer types it."""
+"""`xcal site` as a hospital's engineer types it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def words(tmp_path: Path) -> list[str]:
     path = tmp_path / "trial.toml"
     path.write_text(to_toml(make_experiment({**TINY, "method": "xcal"}).resolved()))
     return [
-        *("home", "init", str(tmp_path / "home"), "--client", "0", "--population", "clinic"),
+        *("site", "init", str(tmp_path / "site"), "--client", "0", "--population", "clinic"),
         *("--epsilon", "8", "--delta", "1e-3", "--experiment", str(path), "--seed", "0"),
     ]
 
 
 def test_a_home_is_made_checked_and_shown(invoke: Invoke, words: list[str]) -> None:
-    home = Path(words[2])
+    site_dir = Path(words[2])
     code, out, _ = invoke(*words)
     assert code == 0
     assert "policy.toml" in out
-    assert home.stat().st_mode & 0o077 == 0
-    policy = home / "policy.toml"
+    assert site_dir.stat().st_mode & 0o077 == 0
+    policy = site_dir / "policy.toml"
     text = policy.read_text()
     assert "# highest ε of one run" in text
     # the network of the trial is our own, so the owner must name it
-    assert ask(home, a_request()) == Refusal("0", "network-not-allowed")
+    assert ask(site_dir, a_request()) == Refusal("0", "network-not-allowed")
     policy.write_text(text.replace('networks = ["small"', 'networks = ["support:micro"'))
-    assert isinstance(ask(home, a_request()), Reply)
-    code, out, _ = invoke("home", "show", str(home))
+    assert isinstance(ask(site_dir, a_request()), Reply)
+    code, out, _ = invoke("site", "show", str(site_dir))
     assert code == 0
     assert "1 runs reserved ε = 8 of 8" in " ".join(out.split())
     assert "network-not-allowed" in out
-    code, out, _ = invoke("home", "check", str(home))
+    code, out, _ = invoke("site", "check", str(site_dir))
     assert code == 0
     assert "training images" in out
     assert "code of your own" in out
@@ -50,10 +50,10 @@ def test_a_home_is_made_checked_and_shown(invoke: Invoke, words: list[str]) -> N
 
 def test_what_is_wrong_is_named(invoke: Invoke, words: list[str]) -> None:
     assert invoke(*words)[0] == 0
-    home = Path(words[2])
-    path = home / "home.toml"
+    site_dir = Path(words[2])
+    path = site_dir / "site.toml"
     path.write_text(path.read_text().replace("shard = 0", "shard = 9"))
-    code, _, err = invoke("home", "check", str(home))
+    code, _, err = invoke("site", "check", str(site_dir))
     assert code == 1
     assert "none of number 9" in err
     code, _, err = invoke(*words)
@@ -89,9 +89,9 @@ def test_bad_options_are_one_sentence(
 
 def test_no_home_is_one_sentence(invoke: Invoke, tmp_path: Path) -> None:
     for command in ("show", "check"):
-        code, _, err = invoke("home", command, str(tmp_path / "none"))
+        code, _, err = invoke("site", command, str(tmp_path / "none"))
         assert code == 2
-        assert "xcal home init" in err
+        assert "xcal site init" in err
 
 
 def test_fingerprints_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from support import ROOT, TINY, tiny_home
+from support import ROOT, TINY, tiny_site
 from wire import a_request, ask, changed
 from xcal.experiments import KEYS, make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
@@ -35,10 +35,10 @@ def test_every_field_of_the_messages_is_explained() -> None:
 
 
 def test_nothing_else_is_in_the_log_of_real_messages(tmp_path: Path) -> None:
-    home = tiny_home(tmp_path)
-    assert isinstance(ask(home, a_request()), Reply)
-    assert isinstance(ask(home, changed(epsilon=100.0)), Refusal)
-    logged = [json.loads(line) for line in (home / "messages.jsonl").read_text().splitlines()]
+    site_dir = tiny_site(tmp_path)
+    assert isinstance(ask(site_dir, a_request()), Reply)
+    assert isinstance(ask(site_dir, changed(epsilon=100.0)), Refusal)
+    logged = [json.loads(line) for line in (site_dir / "messages.jsonl").read_text().splitlines()]
     assert [entry["kind"] for entry in logged] == ["reply", "refusal"]
     for entry in logged:
         for name, size in entry["fields"].items():
@@ -59,4 +59,4 @@ def test_every_key_of_an_experiment_is_placed() -> None:
     assert set(KEYS) == WIRE_KEYS | LOCAL_KEYS, "say in federation/messages.py whether it travels"
     assert not WIRE_KEYS & LOCAL_KEYS
     sent = public_keys(make_experiment({**TINY, "seed": 5}))
-    assert not {"seed", "noise", "homes", "data", "weights"} & set(sent)
+    assert not {"seed", "noise", "sites", "data", "weights"} & set(sent)

@@ -1,4 +1,4 @@
-"""Every engine asks a client the same function: homes of `xcal run` are held to their policy."""
+"""Every engine asks a client the same function: sites of `xcal run` are held to their policy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from support import ROOT, TINY, tiny_home
+from support import ROOT, TINY, tiny_site
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.experiments import make_experiment
 from xcal.federation.files import read_tensors
-from xcal.federation.home import ClientHome
 from xcal.federation.messages import Refusal
+from xcal.federation.site_directory import SiteDirectory
 
 Invoke = Callable[..., tuple[int, str, str]]
 KEYS = {**TINY, "clients": 2, "rounds": 2, "road_images": 0, "road_test_images": 0}
@@ -29,43 +29,43 @@ def words(**keys: Any) -> list[str]:
     return found
 
 
-def set_policy(home: Path, **terms: Any) -> None:
-    path = home / "policy.toml"
+def set_policy(site_dir: Path, **terms: Any) -> None:
+    path = site_dir / "policy.toml"
     lines = [line for line in path.read_text().splitlines() if line.split(" =")[0] not in terms] + [
         f"{key} = {json.dumps(value)}" for key, value in terms.items()
     ]
     path.write_text("\n".join(lines) + "\n")
 
 
-def rows(home: Path) -> int:
-    return len(read_rows(home / "ledger.sqlite"))
+def rows(site_dir: Path) -> int:
+    return len(read_rows(site_dir / "ledger.sqlite"))
 
 
 @pytest.fixture
-def homes(invoke: Invoke, tmp_path: Path) -> list[Path]:
-    """Two homes as their owners make them, which allow what TINY asks for."""
+def sites(invoke: Invoke, tmp_path: Path) -> list[Path]:
+    """Two sites as their owners make them, which allow what TINY asks for."""
     made = [tmp_path / name for name in ("ward-1", "ward-2")]
-    for home in made:
+    for site_dir in made:
         limits = "--unit record --epsilon 20 --delta 1e-2 --epsilon-run 8 --delta-run 1e-3".split()
-        about = ["--client", home.name, "--population", home.name, "--data", "support:tiny"]
-        assert invoke("home", "init", str(home), *about, *limits)[0] == 0
-        set_policy(home, networks=["support:micro"], sigma_min=0.0)
+        about = ["--client", site_dir.name, "--population", site_dir.name, "--data", "support:tiny"]
+        assert invoke("site", "init", str(site_dir), *about, *limits)[0] == 0
+        set_policy(site_dir, networks=["support:micro"], sigma_min=0.0)
     return made
 
 
-def run(invoke: Invoke, out: Path, homes: list[Path], **keys: Any) -> tuple[int, str, str]:
-    return invoke("run", *words(homes=[str(h) for h in homes], **keys), "--out", str(out))
+def run(invoke: Invoke, out: Path, sites: list[Path], **keys: Any) -> tuple[int, str, str]:
+    return invoke("run", *words(sites=[str(h) for h in sites], **keys), "--out", str(out))
 
 
 def test_homes_that_allow_it_are_trained_and_charged(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    code, _, err = run(invoke, tmp_path / "run", homes)
+    code, _, err = run(invoke, tmp_path / "run", sites)
     assert code == 0, err
-    for home in homes:
-        known = read_rows(home / "ledger.sqlite")
+    for site_dir in sites:
+        known = read_rows(site_dir / "ledger.sqlite")
         assert [len(charges_of(known, name)) for name in runs_of(known)] == [16]
-        assert verify(home / "ledger.sqlite").ok
+        assert verify(site_dir / "ledger.sqlite").ok
     assert json.loads((tmp_path / "run" / "result.json").read_text())["noise"] == "secure"
 
 
@@ -84,21 +84,21 @@ def test_homes_that_allow_it_are_trained_and_charged(
     ],
 )
 def test_the_policy_of_a_home_decides_and_no_home_is_charged(
-    invoke: Invoke, tmp_path: Path, homes: list[Path], terms: dict[str, Any], code: str
+    invoke: Invoke, tmp_path: Path, sites: list[Path], terms: dict[str, Any], code: str
 ) -> None:
-    set_policy(homes[1], **terms)
-    exit_code, _, err = run(invoke, tmp_path / "run", homes)
+    set_policy(sites[1], **terms)
+    exit_code, _, err = run(invoke, tmp_path / "run", sites)
     assert exit_code == 2
-    assert str(homes[1]) in err
+    assert str(sites[1]) in err
     assert len(err.strip().splitlines()) == 1
-    assert [rows(home) for home in homes] == [1, 1]
+    assert [rows(site_dir) for site_dir in sites] == [1, 1]
     assert not (tmp_path / "run").exists()
-    assert [r["code"] for r in ClientHome.open(homes[1]).refusals()] == [code]
-    assert ClientHome.open(homes[0]).refusals() == []
+    assert [r["code"] for r in SiteDirectory.open(sites[1]).refusals()] == [code]
+    assert SiteDirectory.open(sites[0]).refusals() == []
 
 
 def test_a_policy_that_changes_holds_at_once(
-    invoke: Invoke, tmp_path: Path, homes: list[Path], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, tmp_path: Path, sites: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xcal.federation import coordinator
 
@@ -110,56 +110,64 @@ def test_a_policy_that_changes_holds_at_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "save_checkpoint", cut)
-        assert run(invoke, tmp_path / "run", homes)[0] == 130
-    before = [rows(home) for home in homes]
-    set_policy(homes[1], epsilon_run=1.0)
+        assert run(invoke, tmp_path / "run", sites)[0] == 130
+    before = [rows(site_dir) for site_dir in sites]
+    set_policy(sites[1], epsilon_run=1.0)
     code, _, err = invoke("run", "--resume", str(tmp_path / "run"))
-    assert (code, [rows(home) for home in homes]) == (2, before), err
-    set_policy(homes[1], epsilon_run=8.0)
+    assert (code, [rows(site_dir) for site_dir in sites]) == (2, before), err
+    set_policy(sites[1], epsilon_run=8.0)
     code, _, err = invoke("run", "--resume", str(tmp_path / "run"))
     assert code == 0, err
 
 
 def test_a_home_with_other_data_is_not_charged_for_these(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    text = (homes[0] / "home.toml").read_text()
-    (homes[0] / "home.toml").write_text(text.replace('"support:tiny"', '"smear"'))
-    code, _, err = run(invoke, tmp_path / "run", homes)
+    text = (sites[0] / "site.toml").read_text()
+    (sites[0] / "site.toml").write_text(text.replace('"support:tiny"', '"smear"'))
+    code, _, err = run(invoke, tmp_path / "run", sites)
     assert code == 2
     assert "'smear'" in err
-    assert [rows(home) for home in homes] == [1, 1]
-    assert [r["code"] for r in ClientHome.open(homes[0]).refusals()] == ["data"]
+    assert [rows(site_dir) for site_dir in sites] == [1, 1]
+    assert [r["code"] for r in SiteDirectory.open(sites[0]).refusals()] == ["data"]
 
 
 def test_a_home_without_one_of_its_files_is_refused(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    (homes[0] / "policy.toml").unlink()
-    code, _, err = run(invoke, tmp_path / "run", homes)
+    (sites[0] / "policy.toml").unlink()
+    code, _, err = run(invoke, tmp_path / "run", sites)
     assert code == 2
     assert "policy.toml" in err
-    assert [rows(home) for home in homes] == [1, 1]
+    assert [rows(site_dir) for site_dir in sites] == [1, 1]
 
 
 def test_trial_homes_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_path: Path) -> None:
     whole = make_experiment({**KEYS, "method": "xcal"})
-    homes = [tiny_home(tmp_path / "homes", i, experiment=whole) for i in range(2)]
-    assert run(invoke, tmp_path / "a", homes, noise="seeded")[0] == 0
+    sites = [tiny_site(tmp_path / "sites", i, experiment=whole) for i in range(2)]
+    assert run(invoke, tmp_path / "a", sites, noise="seeded")[0] == 0
     assert invoke("run", *words(), "--out", str(tmp_path / "b"))[0] == 0
     here, plain = (read_tensors(tmp_path / name / "model.safetensors") for name in "ab")
     assert here is not None and plain is not None
     assert all((here[0][name] == value).all() for name, value in plain[0].items())
     # and none of another part's
-    code, _, err = run(invoke, tmp_path / "c", homes[::-1], noise="seeded")
+    code, _, err = run(invoke, tmp_path / "c", sites[::-1], noise="seeded")
     assert code == 2
     assert "shard" in err
 
 
 def ledgers(invoke: Invoke, folder: Path, *limits: str) -> list[Path]:
     made = [folder / name for name in ("one", "two")]
-    for home in made:
-        words = ["ledger", "create", str(home), "--population", home.name, "--unit", "record"]
+    for site_dir in made:
+        words = [
+            "ledger",
+            "create",
+            str(site_dir),
+            "--population",
+            site_dir.name,
+            "--unit",
+            "record",
+        ]
         assert invoke(*words, *limits)[0] == 0
     return made
 
@@ -198,7 +206,7 @@ def test_delta_of_one_unit_is_refused_for_people_and_told_in_a_simulation(
     code, _, err = run(invoke, tmp_path / "run", made, **keys)
     assert code == 2
     assert "1/75" in err
-    assert [rows(home) for home in made] == [1, 1]
+    assert [rows(site_dir) for site_dir in made] == [1, 1]
     assert invoke("run", *words(**keys), "--out", str(tmp_path / "simulated"))[0] == 0
     statement = json.loads((tmp_path / "simulated" / "statement.json").read_text())
     assert any("1/units" in warning for warning in statement["warnings"])
@@ -206,12 +214,14 @@ def test_delta_of_one_unit_is_refused_for_people_and_told_in_a_simulation(
 
 def test_delta_of_one_unit_is_refused_by_a_client_elsewhere(tmp_path: Path) -> None:
     terms = {"delta_run": 0.5, "delta_total": 0.5}
-    home = tiny_home(tmp_path, **terms)
-    assert not isinstance(ask(home, changed(delta=0.1)), Refusal)  # a trial, with a ledger for one
-    home = real(tiny_home(tmp_path / "real", **terms))
-    assert ask(home, changed(delta=0.1)) == Refusal("0", "delta-too-large")
-    assert rows(home) == 1
-    assert not isinstance(ask(home, a_request()), Refusal)
+    site_dir = tiny_site(tmp_path, **terms)
+    assert not isinstance(
+        ask(site_dir, changed(delta=0.1)), Refusal
+    )  # a trial, with a ledger for one
+    site_dir = real(tiny_site(tmp_path / "real", **terms))
+    assert ask(site_dir, changed(delta=0.1)) == Refusal("0", "delta-too-large")
+    assert rows(site_dir) == 1
+    assert not isinstance(ask(site_dir, a_request()), Refusal)
 
 
 def test_nothing_in_an_engine_passes_the_entry_by() -> None:

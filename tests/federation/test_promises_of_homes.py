@@ -1,4 +1,4 @@
-"""Homes, ledgers and policies promise nothing that the data or the run do not support."""
+"""Sites, ledgers and policies promise nothing that the data or the run do not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import support
-from support import TINY, tiny_home
+from support import TINY, tiny_site
 from wire import a_request, ask, real
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Charge, Release, RunTerms, charges_of, read_rows, runs_of
@@ -36,29 +36,29 @@ def words(**keys: Any) -> list[str]:
     return found
 
 
-def run(invoke: Invoke, out: Path, homes: list[Path], **keys: Any) -> tuple[int, str, str]:
-    return invoke("run", *words(homes=[str(h) for h in homes], **keys), "--out", str(out))
+def run(invoke: Invoke, out: Path, sites: list[Path], **keys: Any) -> tuple[int, str, str]:
+    return invoke("run", *words(sites=[str(h) for h in sites], **keys), "--out", str(out))
 
 
-def rows(home: Path) -> int:
-    return len(read_rows(home / "ledger.sqlite"))
+def rows(site_dir: Path) -> int:
+    return len(read_rows(site_dir / "ledger.sqlite"))
 
 
-def told(home: Path) -> list[dict[str, Any]]:
-    """What the home wrote down that it refused, also where it is a bare ledger."""
-    path = home / "refusals.jsonl"
+def told(site_dir: Path) -> list[dict[str, Any]]:
+    """What the site wrote down that it refused, also where it is a bare ledger."""
+    path = site_dir / "refusals.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def allow(home: Path, **terms: Any) -> None:
-    path = home / "policy.toml"
+def allow(site_dir: Path, **terms: Any) -> None:
+    path = site_dir / "policy.toml"
     lines = [line for line in path.read_text().splitlines() if line.split(" =")[0] not in terms]
     lines += [f"{key} = {json.dumps(value)}" for key, value in terms.items()]
     path.write_text("\n".join(lines) + "\n")
 
 
-def set_home(home: Path, **keys: Any) -> None:
-    path = home / "home.toml"
+def set_home(site_dir: Path, **keys: Any) -> None:
+    path = site_dir / "site.toml"
     lines = [
         line
         for line in path.read_text().splitlines()
@@ -69,8 +69,8 @@ def set_home(home: Path, **keys: Any) -> None:
 
 
 @pytest.fixture(params=["bare", "whole"])
-def homes(request: pytest.FixtureRequest, invoke: Invoke, tmp_path: Path) -> list[Path]:
-    """Two homes of real populations: bare ledgers, or with a policy."""
+def sites(request: pytest.FixtureRequest, invoke: Invoke, tmp_path: Path) -> list[Path]:
+    """Two sites of real populations: bare ledgers, or with a policy."""
     return make(invoke, tmp_path, bare=request.param == "bare")
 
 
@@ -86,32 +86,40 @@ def whole(invoke: Invoke, tmp_path: Path) -> list[Path]:
 
 def make(invoke: Invoke, folder: Path, *, bare: bool) -> list[Path]:
     made = [folder / name for name in ("ward-1", "ward-2")]
-    for home in made:
+    for site_dir in made:
         if bare:
-            args = ["ledger", "create", str(home), "--population", home.name]
+            args = ["ledger", "create", str(site_dir), "--population", site_dir.name]
         else:
-            args = ["home", "init", str(home), "--population", home.name, "--client", home.name]
+            args = [
+                "site",
+                "init",
+                str(site_dir),
+                "--population",
+                site_dir.name,
+                "--client",
+                site_dir.name,
+            ]
             args += ["--data", "support:tiny"]
         code, _, err = invoke(*args, *LIMITS)
         assert code == 0, err
         if not bare:
-            allow(home, networks=["support:micro"], sigma_min=0.0)
+            allow(site_dir, networks=["support:micro"], sigma_min=0.0)
     return made
 
 
-# --- which patients a home has --------------------------------------------------------------------
+# --- which patients a site has --------------------------------------------------------------------
 
 
 def test_homes_that_would_share_patients_are_refused(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    code, _, err = run(invoke, tmp_path / "run", homes, units_per_client=100)
+    code, _, err = run(invoke, tmp_path / "run", sites, units_per_client=100)
     assert code == 2
     assert "units_per_client = 100" in err and len(err.strip().splitlines()) == 1
-    assert [rows(home) for home in homes] == [1, 1]
+    assert [rows(site_dir) for site_dir in sites] == [1, 1]
     assert not (tmp_path / "run").exists()
-    assert [r["code"] for r in told(homes[0])] == ["data"]
-    assert run(invoke, tmp_path / "run", homes, units_per_client=75)[0] == 0
+    assert [r["code"] for r in told(sites[0])] == ["data"]
+    assert run(invoke, tmp_path / "run", sites, units_per_client=75)[0] == 0
     # a simulation protects nobody
     assert invoke("run", *words(units_per_client=100), "--out", str(tmp_path / "made-up"))[0] == 0
 
@@ -135,18 +143,18 @@ def test_another_partition_is_refused_by_the_key_that_makes_it(
 
 
 def test_another_seed_moves_nobody_to_another_ledger(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    assert run(invoke, tmp_path / "first", homes)[0] == 0
-    before = [rows(home) for home in homes]
-    code, _, err = run(invoke, tmp_path / "second", homes, seed=1)
+    assert run(invoke, tmp_path / "first", sites)[0] == 0
+    before = [rows(site_dir) for site_dir in sites]
+    code, _, err = run(invoke, tmp_path / "second", sites, seed=1)
     assert code == 2
     assert "seed = 0" in err and "seed = 1" in err and len(err.strip().splitlines()) == 1
-    assert [rows(home) for home in homes] == before
+    assert [rows(site_dir) for site_dir in sites] == before
     assert not (tmp_path / "second").exists()
-    assert told(homes[0])[-1]["code"] == "data"
-    # what gives nobody another home is a run like any other
-    assert run(invoke, tmp_path / "second", homes, lr=0.1, epsilon=4.0, concentration=0.9)[0] == 0
+    assert told(sites[0])[-1]["code"] == "data"
+    # what gives nobody another site is a run like any other
+    assert run(invoke, tmp_path / "second", sites, lr=0.1, epsilon=4.0, concentration=0.9)[0] == 0
 
 
 def test_homes_that_change_places_or_join_are_refused(
@@ -191,8 +199,8 @@ def test_a_home_from_before_takes_the_deal_of_its_next_run(
     invoke: Invoke, tmp_path: Path, bare: list[Path]
 ) -> None:
     assert run(invoke, tmp_path / "first", bare)[0] == 0
-    for home in bare:
-        (home / "partition.json").unlink()
+    for site_dir in bare:
+        (site_dir / "partition.json").unlink()
     assert run(invoke, tmp_path / "second", bare, seed=1)[0] == 0
     assert run(invoke, tmp_path / "third", bare, seed=0)[0] == 2
 
@@ -209,40 +217,40 @@ def test_a_memory_that_cannot_be_read_is_one_sentence(
 
 
 def test_a_trial_may_be_dealt_anew(invoke: Invoke, tmp_path: Path) -> None:
-    home = tiny_home(tmp_path)
-    assert isinstance(ask(home, a_request()), Reply)
-    assert not (home / "partition.json").exists()
+    site_dir = tiny_site(tmp_path)
+    assert isinstance(ask(site_dir, a_request()), Reply)
+    assert not (site_dir / "partition.json").exists()
 
 
 def test_a_client_elsewhere_keeps_to_its_part(tmp_path: Path) -> None:
-    home = real(tiny_home(tmp_path))
-    assert isinstance(ask(home, a_request()), Reply)
+    site_dir = real(tiny_site(tmp_path))
+    assert isinstance(ask(site_dir, a_request()), Reply)
     path = tmp_path / "experiment.toml"
     text = path.read_text()
     assert "seed = 0\n" in text
     path.write_text(text.replace("seed = 0\n", "seed = 1\n"))
-    before = rows(home)
-    assert ask(home, a_request(run="another")) == Refusal("0", "data")
-    assert rows(home) == before
+    before = rows(site_dir)
+    assert ask(site_dir, a_request(run="another")) == Refusal("0", "data")
+    assert rows(site_dir) == before
 
 
 # --- passes ---------------------------------------------------------------------------------------
 
 
 def test_passes_as_large_as_the_draw_are_refused(
-    invoke: Invoke, tmp_path: Path, homes: list[Path]
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    code, _, err = run(invoke, tmp_path / "run", homes, pass_rows=0)
+    code, _, err = run(invoke, tmp_path / "run", sites, pass_rows=0)
     assert code == 2
     assert "pass_rows = 0" in err and len(err.strip().splitlines()) == 1
-    assert [rows(home) for home in homes] == [1, 1]
-    assert [r["code"] for r in told(homes[0])] == ["experiment-invalid"]
-    assert run(invoke, tmp_path / "run", homes, pass_rows=16)[0] == 0
+    assert [rows(site_dir) for site_dir in sites] == [1, 1]
+    assert [r["code"] for r in told(sites[0])] == ["experiment-invalid"]
+    assert run(invoke, tmp_path / "run", sites, pass_rows=16)[0] == 0
 
 
 def test_an_owner_may_allow_them(invoke: Invoke, tmp_path: Path, whole: list[Path]) -> None:
-    for home in whole:
-        set_home(home, pass_rows=0)
+    for site_dir in whole:
+        set_home(site_dir, pass_rows=0)
     assert run(invoke, tmp_path / "run", whole, pass_rows=0)[0] == 0
 
 
@@ -257,7 +265,7 @@ def test_who_makes_a_second_ledger_is_told_what_it_means(invoke: Invoke, tmp_pat
     assert f"Beware: {tmp_path / 'a'}" in second
     assert "Beware" not in invoke(*args, str(tmp_path / "elsewhere" / "c"))[1]
 
-    args = ["home", "init", "--client", "x", "--data", "support:tiny", *LIMITS]
+    args = ["site", "init", "--client", "x", "--data", "support:tiny", *LIMITS]
     first = " ".join(invoke(*args, str(tmp_path / "h" / "a"), "--population", "p")[1].split())
     assert "grants its own limit" in first and "Beware" not in first
     second = " ".join(invoke(*args, str(tmp_path / "h" / "b"), "--population", "q")[1].split())
@@ -267,9 +275,9 @@ def test_who_makes_a_second_ledger_is_told_what_it_means(invoke: Invoke, tmp_pat
 # --- a ledger of the rule renyi -------------------------------------------------------------------
 
 
-def use_up(home: Path) -> None:
+def use_up(site_dir: Path) -> None:
     """Have an earlier run of the population leave less than any step of a run costs."""
-    with Ledger(home / "ledger.sqlite") as ledger:
+    with Ledger(site_dir / "ledger.sqlite") as ledger:
         ledger.reserve(RunTerms("earlier", "xcal", "record", 8.0, 1e-3, 8.0, 100.0, 10_000))
         for sigma in (2.0, 8.0, 32.0, 128.0):
             while ledger.lifetime_admits(0.2, sigma):
@@ -282,18 +290,26 @@ def test_a_run_that_cannot_pay_one_step_is_refused(
     invoke: Invoke, tmp_path: Path, method: str
 ) -> None:
     made = [tmp_path / name for name in ("one", "two")]
-    for home in made:
-        args = ["ledger", "create", str(home), "--population", home.name, "--unit", "record"]
+    for site_dir in made:
+        args = [
+            "ledger",
+            "create",
+            str(site_dir),
+            "--population",
+            site_dir.name,
+            "--unit",
+            "record",
+        ]
         limits = "--epsilon 8 --delta 1e-3 --rule renyi --order 5".split()
         assert invoke(*args, *limits)[0] == 0
     use_up(made[1])
-    before = [rows(home) for home in made]
+    before = [rows(site_dir) for site_dir in made]
     keys = {"method": method, "epsilon": 4.0, "public_validation": True}
     keys["public_validation_by"] = "the board"
     code, _, err = run(invoke, tmp_path / "run", made, **keys)
     assert code == 2, err
     assert str(made[1]) in err and "one step of the run costs" in err
-    assert [rows(home) for home in made] == before
+    assert [rows(site_dir) for site_dir in made] == before
     assert [r["code"] for r in told(made[1])] == ["epsilon-total"]
     assert run(invoke, tmp_path / "run", made[:1], **{**keys, "clients": 1})[0] == 0
     charged = read_rows(made[0] / "ledger.sqlite")
@@ -318,11 +334,11 @@ def test_ledgers_of_a_run_with_homes_are_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    near = [Path(home.name) for home in bare]
+    near = [Path(site_dir.name) for site_dir in bare]
     assert run(invoke, out, near)[0] == 0
     code, text, err = invoke("ledger", command, str(out))
     assert code == 0, err
-    assert all(f"{home / 'ledger.sqlite'}:" in text for home in near)
+    assert all(f"{site_dir / 'ledger.sqlite'}:" in text for site_dir in near)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     code, _, err = invoke("ledger", command, str(out))
@@ -342,7 +358,7 @@ def test_a_run_is_resumed_from_where_its_homes_are(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    near = [Path(home.name) for home in bare]
+    near = [Path(site_dir.name) for site_dir in bare]
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "save_checkpoint", cut)
         assert run(invoke, tmp_path / "run", near, rounds=2)[0] == 130
@@ -368,8 +384,16 @@ def test_a_new_run_with_a_home_that_is_not_there_makes_none(
 
 def test_a_ledger_that_is_used_up_says_so(invoke: Invoke, tmp_path: Path) -> None:
     made = [tmp_path / name for name in ("one", "two")]
-    for home in made:
-        args = ["ledger", "create", str(home), "--population", home.name, "--unit", "record"]
+    for site_dir in made:
+        args = [
+            "ledger",
+            "create",
+            str(site_dir),
+            "--population",
+            site_dir.name,
+            "--unit",
+            "record",
+        ]
         assert invoke(*args, "--epsilon", "8", "--delta", "1e-2")[0] == 0
     assert run(invoke, tmp_path / "first", made)[0] == 0
     code, _, err = run(invoke, tmp_path / "second", made)
@@ -401,8 +425,8 @@ def test_a_policy_refuses_by_key_and_unit(
 def test_a_policy_whose_total_is_reserved_says_so(
     invoke: Invoke, tmp_path: Path, whole: list[Path]
 ) -> None:
-    for home in whole:
-        allow(home, epsilon_total=8.0, epsilon_run=8.0)
+    for site_dir in whole:
+        allow(site_dir, epsilon_total=8.0, epsilon_run=8.0)
     assert run(invoke, tmp_path / "first", whole)[0] == 0
     code, _, err = run(invoke, tmp_path / "second", whole)
     assert code == 2
@@ -429,17 +453,17 @@ def test_a_ledger_per_person_and_images_of_nobody(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "nameless", nameless, raising=False)
-    home = tmp_path / "home"
-    args = ["ledger", "create", str(home), "--population", "p", "--unit", "group"]
+    site_dir = tmp_path / "site"
+    args = ["ledger", "create", str(site_dir), "--population", "p", "--unit", "group"]
     assert invoke(*args, "--epsilon", "20", "--delta", "1e-2")[0] == 0
     keys = {"data": "support:nameless", "clients": 1}
-    code, _, err = run(invoke, tmp_path / "run", [home], **keys)
+    code, _, err = run(invoke, tmp_path / "run", [site_dir], **keys)
     assert code == 2
     assert "--group-column" in err and "--unit record" in err
-    assert rows(home) == 1
+    assert rows(site_dir) == 1
 
 
-# --- what a home writes down ----------------------------------------------------------------------
+# --- what a site writes down ----------------------------------------------------------------------
 
 
 def test_a_refusal_before_the_home_is_entered_is_written_down_there(
@@ -447,36 +471,36 @@ def test_a_refusal_before_the_home_is_entered_is_written_down_there(
 ) -> None:
     set_home(whole[1], units=20)
     assert run(invoke, tmp_path / "run", whole)[0] == 2
-    assert [r["code"] for r in told(whole[1])] == ["home"]
+    assert [r["code"] for r in told(whole[1])] == ["site"]
     set_home(whole[1], units=90)
     assert run(invoke, tmp_path / "run", whole, batch=88)[0] == 2  # ward-1 has 75
     assert [r["code"] for r in told(whole[0])] == ["plan-refused"]
     (whole[1] / "policy.toml").rename(whole[1] / "away")
     assert run(invoke, tmp_path / "run", whole)[0] == 2
-    assert [r["code"] for r in told(whole[1])] == ["home", "home"]
+    assert [r["code"] for r in told(whole[1])] == ["site", "site"]
     assert "policy.toml" in told(whole[1])[-1]["detail"]
-    assert [rows(home) for home in whole] == [1, 1]
+    assert [rows(site_dir) for site_dir in whole] == [1, 1]
 
 
-# --- units that a home declares -------------------------------------------------------------------
+# --- units that a site declares -------------------------------------------------------------------
 
 
 def test_check_holds_a_home_to_its_part(invoke: Invoke, tmp_path: Path, whole: list[Path]) -> None:
-    for home in whole:
-        set_home(home, units=80)
+    for site_dir in whole:
+        set_home(site_dir, units=80)
     assert run(invoke, tmp_path / "run", whole)[0] == 0
-    code, out, err = invoke("home", "check", str(whole[0]))
+    code, out, err = invoke("site", "check", str(whole[0]))
     assert code == 0, err
     assert "partition 0 of 2" in out and "up to 80 units" in " ".join(out.split())
     set_home(whole[0], units=60)
-    code, _, err = invoke("home", "check", str(whole[0]))
+    code, _, err = invoke("site", "check", str(whole[0]))
     assert code == 1
     assert "units = 60" in err and "hold 75" in err
 
 
-def init(invoke: Invoke, home: Path, *args: str) -> tuple[int, str, str]:
+def init(invoke: Invoke, site_dir: Path, *args: str) -> tuple[int, str, str]:
     usual = "--client x --population p --epsilon 8 --delta 1e-3".split()
-    return invoke("home", "init", str(home), *usual, *args)
+    return invoke("site", "init", str(site_dir), *usual, *args)
 
 
 @pytest.mark.parametrize(
@@ -501,29 +525,29 @@ def test_a_home_that_cannot_work_is_not_made(
     trial = tmp_path / "trial.toml"
     trial.write_text(to_toml(make_experiment({**TINY, "method": "xcal"}).resolved()))
     args = [str(trial) if word == "TRIAL" else word for word in args]
-    code, _, err = init(invoke, tmp_path / "home", *args)
+    code, _, err = init(invoke, tmp_path / "site", *args)
     assert code == 2
     assert named in err and len(err.strip().splitlines()) == 1
-    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "site").exists()
 
 
 def test_a_home_before_its_images_is_made_unchecked_and_says_so(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "images"))
-    code, out, err = init(invoke, tmp_path / "home", "--data", "later", "--unit", "group")
+    code, out, err = init(invoke, tmp_path / "site", "--data", "later", "--unit", "group")
     assert code == 0, err
-    assert "xcal home check" in out
+    assert "xcal site check" in out
     code, out, err = init(invoke, tmp_path / "b", "--data", "support:tiny", "--units", "150")
     assert code == 0, err
-    assert "xcal home check" not in out
+    assert "xcal site check" not in out
 
 
 # --- whose folders --------------------------------------------------------------------------------
 
 
-def test_nobody_else_reads_a_home(homes: list[Path]) -> None:
-    assert [home.stat().st_mode & 0o777 for home in homes] == [0o700, 0o700]
+def test_nobody_else_reads_a_home(sites: list[Path]) -> None:
+    assert [site_dir.stat().st_mode & 0o777 for site_dir in sites] == [0o700, 0o700]
 
 
 def test_a_ledger_in_a_folder_that_was_there(invoke: Invoke, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Fixed plans by privacy-loss distributions: against printed values and numbers made otherwise.
 
-`exact_delta` is independent of the discretisation under test: it integrates characteristic
+`exact_delta` is independent of the discretization under test: it integrates characteristic
 functions (Gil-Pelaez), and rounds no loss.
 """
 

@@ -67,7 +67,7 @@ def pay_until_refused(account: Account, sigma: float, round_number: int = 0) -> 
 
 
 @pytest.fixture
-def home(tmp_path):
+def site_dir(tmp_path):
     """A ledger with a limit that one run of ε = 3 fits into."""
     path = tmp_path / "ledger.sqlite"
     create(path, Terms("people", "record", 4.0, 1e-4))
@@ -81,14 +81,14 @@ def rows_of(path: Path) -> int:
 # --- replay ---------------------------------------------------------------------------------------
 
 
-def test_replay_with_the_same_inputs_charges_nothing(home):
-    with Ledger(home) as ledger:
+def test_replay_with_the_same_inputs_charges_nothing(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         for step in range(3):
             pay(account, 0, step)
         spent = account.filter.spent
-    before = rows_of(home)
-    with Ledger(home) as ledger:  # another process, after a crash
+    before = rows_of(site_dir)
+    with Ledger(site_dir) as ledger:  # another process, after a crash
         account = Account(ledger, run_terms(), replayable=True)
         account.rewind(0, 0)
         assert account.filter.spent == 0
@@ -99,7 +99,7 @@ def test_replay_with_the_same_inputs_charges_nothing(home):
         assert ledger.head.count == before
         pay(account, 0, 3)
         assert ledger.head.count == before + 1
-    assert verify(home).ok
+    assert verify(site_dir).ok
 
 
 @pytest.mark.parametrize(
@@ -107,36 +107,36 @@ def test_replay_with_the_same_inputs_charges_nothing(home):
     [{"inputs": "b"}, {"inputs": None}, {"sigma": 4.0}],
     ids=["other digest", "no digest", "other multiplier"],
 )
-def test_replay_with_other_inputs_is_refused(home, change):
-    with Ledger(home) as ledger:
+def test_replay_with_other_inputs_is_refused(site_dir, change):
+    with Ledger(site_dir) as ledger:
         pay(Account(ledger, run_terms(), replayable=True), 0, 0)
-    before = rows_of(home)
-    with Ledger(home) as ledger:
+    before = rows_of(site_dir)
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         account.rewind(0, 0)
         with pytest.raises(UserError, match="the same noise must not serve two queries"):
             pay(account, 0, 0, **change)
-    assert rows_of(home) == before
+    assert rows_of(site_dir) == before
 
 
-def test_secure_noise_always_pays_anew(home):
-    with Ledger(home) as ledger:
+def test_secure_noise_always_pays_anew(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=False)
         pay(account, 0, 0, inputs=None)
         once = account.filter.spent
         account.rewind(0, 0)
         assert account.filter.spent == once  # what was paid stays paid
         pay(account, 0, 0, inputs=None)
-    with Ledger(home) as ledger:
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=False)
         assert account.filter.spent >= 2 * once
         pay(account, 0, 0, inputs=None)
         assert len(ledger.charges("run")) == 3
-    assert verify(home).ok
+    assert verify(site_dir).ok
 
 
-def test_rewind_shows_the_budget_as_it_stood(home):
-    with Ledger(home) as ledger:
+def test_rewind_shows_the_budget_as_it_stood(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         seen = {}
         for round_number in range(2):
@@ -148,15 +148,15 @@ def test_rewind_shows_the_budget_as_it_stood(home):
             assert account.filter.spent == spent
 
 
-def test_a_halt_is_for_good(home):
-    with Ledger(home) as ledger:
+def test_a_halt_is_for_good(site_dir):
+    with Ledger(site_dir) as ledger:
         secure = Account(ledger, run_terms(), replayable=False)
         pay(secure, 0, 0, inputs=None)
         assert not secure.halted_before(0)
         secure.halt(1, 1)
         secure.halt(1, 2)  # once is enough
-        assert sum(row.kind == "halt" for row in read_rows(home)) == 1
-    with Ledger(home) as ledger:
+        assert sum(row.kind == "halt" for row in read_rows(site_dir)) == 1
+    with Ledger(site_dir) as ledger:
         assert Account(ledger, run_terms(), replayable=False).halted_before(1)
         replayed = Account(ledger, run_terms(), replayable=True)
         assert not replayed.halted_before(1)  # comes to its halt again by itself
@@ -166,30 +166,30 @@ def test_a_halt_is_for_good(home):
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_nothing_is_written_for_a_step_the_filter_refuses(home):
-    with Ledger(home) as ledger:
+def test_nothing_is_written_for_a_step_the_filter_refuses(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(epsilon=2.0), replayable=False)
         taken = pay_until_refused(account, 1.2)
         assert taken > 0
         assert len(ledger.charges("run")) == taken
         assert account.spent <= account.terms.budget
         assert account.filter.left < COSTS[1.2]
-    assert verify(home).ok
+    assert verify(site_dir).ok
 
 
-def test_a_method_without_a_guarantee_has_no_account(home):
-    with Ledger(home) as ledger, pytest.raises(ValueError, match="no guarantee"):
+def test_a_method_without_a_guarantee_has_no_account(site_dir):
+    with Ledger(site_dir) as ledger, pytest.raises(ValueError, match="no guarantee"):
         Account(ledger, without_guarantee(), replayable=False)
-    assert rows_of(home) == 1
+    assert rows_of(site_dir) == 1
 
 
-def test_a_ledger_with_a_limit_refuses_methods_without_a_guarantee(home):
-    with Ledger(home) as ledger:
+def test_a_ledger_with_a_limit_refuses_methods_without_a_guarantee(site_dir):
+    with Ledger(site_dir) as ledger:
         with pytest.raises(UserError, match="carries a limit, and the method 'fl' has no"):
             ledger.reserve(without_guarantee())
         with pytest.raises(BudgetExhausted):
             ledger.record_unbounded("bare", 0)
-    assert rows_of(home) == 1
+    assert rows_of(site_dir) == 1
 
 
 def test_a_ledger_without_a_limit_records_them_as_infinite(tmp_path):
@@ -203,15 +203,15 @@ def test_a_ledger_without_a_limit_records_them_as_infinite(tmp_path):
     assert verify(path).ok
 
 
-def test_terms_of_a_run_are_fixed(home):
-    with Ledger(home) as ledger:
+def test_terms_of_a_run_are_fixed(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(steps=10), replayable=True)
-        assert rows_of(home) == 1  # a run that pays for nothing reserves nothing
+        assert rows_of(site_dir) == 1  # a run that pays for nothing reserves nothing
         pay(account, 0, 0)
         Account(ledger, run_terms(steps=10), replayable=True)
         with pytest.raises(UserError, match="with other terms"):
             Account(ledger, run_terms(steps=11), replayable=True)
-    assert rows_of(home) == 3
+    assert rows_of(site_dir) == 3
 
 
 @pytest.mark.parametrize(
@@ -299,11 +299,11 @@ def test_rule_renyi_sums_all_runs_at_one_order(tmp_path):
         assert ledger.charges("six") == []
 
 
-def test_a_ledger_continues_over_processes(home):
+def test_a_ledger_continues_over_processes(site_dir):
     """Reopening forgets nothing: a run cannot start its budget again."""
     taken = 0
     for round_number in range(100):
-        with Ledger(home) as ledger:
+        with Ledger(site_dir) as ledger:
             account = Account(ledger, run_terms(epsilon=2.0), replayable=False)
             if not account.filter.admits(COSTS[1.2]):
                 break
@@ -387,34 +387,34 @@ Spending.TestCase.settings = settings(max_examples=20, stateful_step_count=20, d
 TestSpending = Spending.TestCase
 
 
-def test_a_new_step_after_a_rewind_is_weighed_against_all_that_was_paid(home):
+def test_a_new_step_after_a_rewind_is_weighed_against_all_that_was_paid(site_dir):
     """A later step than the recorded ones, without replaying those in between."""
-    with Ledger(home) as ledger:
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         pay_until_refused(account, 1.2)
-    with Ledger(home) as ledger:
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         account.rewind(0, 0)
         with pytest.raises(BudgetExhausted):
             pay(account, 1, 0, 1.2)
 
 
-def test_a_new_step_before_paid_ones_is_refused(home):
+def test_a_new_step_before_paid_ones_is_refused(site_dir):
     """A round was cut off with its charges made; then an earlier, unpaid one is asked for."""
-    with Ledger(home) as ledger:
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         pay(account, 5, 0)
-    before = rows_of(home)
-    with Ledger(home) as ledger:
+    before = rows_of(site_dir)
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         account.rewind(4, 0)
         with pytest.raises(UserError, match="lies before steps that were paid for"):
             pay(account, 4, 0)
-    assert rows_of(home) == before
+    assert rows_of(site_dir) == before
 
 
-def test_the_account_that_made_a_charge_refuses_a_second_query_too(home):
-    with Ledger(home) as ledger:
+def test_the_account_that_made_a_charge_refuses_a_second_query_too(site_dir):
+    with Ledger(site_dir) as ledger:
         account = Account(ledger, run_terms(), replayable=True)
         pay(account, 0, 0, inputs="a")
         account.rewind(0, 0)

@@ -133,7 +133,7 @@ def test_what_is_accepted_survives_its_own_file(values: dict[str, Any]) -> None:
 @settings(max_examples=5000 if LONG else 300, derandomize=not LONG, deadline=None)
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_any_text_after_set_is_a_value_or_a_refusal(key: str, value: str) -> None:
-    for words in (f"{key}={value}", key, f"epsilon={value}", f"homes={value}", f"seed={value}"):
+    for words in (f"{key}={value}", key, f"epsilon={value}", f"sites={value}", f"seed={value}"):
         try:
             name, given_value = parse_set(words)
             make_experiment({name: given_value})

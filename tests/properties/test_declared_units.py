@@ -1,4 +1,4 @@
-"""Declared units: with room filled up by null units, adding or removing one unit is a neighbour."""
+"""Declared units: with room filled up by null units, adding or removing one unit is a neighbor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from xcal.dp.noise import NoiseKey, release_grid
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.exchange import RoundReply, RoundRequest
+from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
-from xcal.federation.site import Site
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import trainable
 from xcal.methods.registry import method_of
@@ -50,7 +50,7 @@ class Quiet:
         return 0.0
 
 
-def neighbours(unit: str) -> tuple[Images, Images, np.ndarray]:
+def neighbors(unit: str) -> tuple[Images, Images, np.ndarray]:
     """A data set, the same without one unit, and which images the second one keeps."""
     whole = tiny(train=60).train  # 20 groups of three
     gone = whole.groups == REMOVED if unit == "group" else np.arange(60) == 3 * REMOVED
@@ -64,7 +64,7 @@ def local(images: Images, unit: str, declared: int | None, **keys: Any) -> Local
 
 @pytest.mark.parametrize("unit", ["record", "group"])
 def test_whoever_else_is_drawn_does_not_depend_on_a_unit_that_is_not_there(unit: str) -> None:
-    whole, less, kept = neighbours(unit)
+    whole, less, kept = neighbors(unit)
     place = 3 * REMOVED if unit == "record" else REMOVED
     declared = 70 if unit == "record" else 25
     rng = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_more_units_than_declared_are_refused() -> None:
 
 
 def test_without_a_declaration_a_draw_is_what_it_was() -> None:
-    whole, _, _ = neighbours("group")
+    whole, _, _ = neighbors("group")
     units, images = np.random.default_rng(1).random((2, 60))
     key = NoiseKey("0", "m", 0, 0, "draw")
     drawn: list[Batch] = [
@@ -135,9 +135,9 @@ def one_round(folder: Path, images: Images, name: str, unit: str, **changes: Any
     keys |= {"network": "support:micro", "epsilon": 8.0, "delta": 1e-3, "rounds": 1, "lr": 1.0}
     experiment = make_experiment({**keys, **METHODS[name], **changes})
     ledger.create(folder / "ledger.sqlite", Terms("p", unit, 8.0, 1e-3))
-    site = Site(
+    site = LoadedSite(
         client="0",
-        home=folder,
+        site_dir=folder,
         data=local(images, unit, 70),
         noise=Quiet(),
         build_model=lambda: micro(3, seed=1),
@@ -151,7 +151,7 @@ def one_round(folder: Path, images: Images, name: str, unit: str, **changes: Any
 def test_one_unit_more_moves_every_release_by_at_most_what_was_paid_for(
     name: str, unit: str, tmp_path: Path
 ) -> None:
-    whole, less, _ = neighbours(unit)
+    whole, less, _ = neighbors(unit)
     replies, charges = [], []
     for at, images in enumerate((whole, less)):
         folder = tmp_path / str(at)
@@ -183,7 +183,7 @@ def test_one_unit_more_moves_every_release_by_at_most_what_was_paid_for(
 @pytest.mark.parametrize("name", ["adaptive-clip", "xcal with parts"])
 def test_a_null_unit_is_not_counted(name: str, tmp_path: Path) -> None:
     """C of the second step follows the first one's count, in which one unit more is ½ at most."""
-    whole, less, _ = neighbours("record")
+    whole, less, _ = neighbors("record")
     clips = []
     for at, images in enumerate((whole, less, less.take(np.arange(0)))):
         # A rate so small that weights stay what they are.

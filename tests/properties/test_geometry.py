@@ -166,7 +166,7 @@ GEOMETRY = Geometry({"conv.weight": (0.5,) * 4 + (2.0,) * 4, "head.weight": (4.0
 
 
 def test_noise_and_grid_belong_to_the_scaled_space() -> None:
-    """What reaches the optimiser is D⁻¹ of scaled sum plus σC on every coordinate, on the grid."""
+    """What reaches the optimizer is D⁻¹ of scaled sum plus σC on every coordinate, on the grid."""
     at, clip, sigma = context(), 0.7, 3.0
     sums = clipped_sum(at, at.draw(0), Bound(clip, GEOMETRY))
     key = NoiseKey("0", "test", 0, 0, "gradient")

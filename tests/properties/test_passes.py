@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support import tiny_bench, tiny_home
+from support import tiny_bench, tiny_site
 from wire import a_request, ask, real
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.reference import one_at_a_time
@@ -19,7 +19,7 @@ from xcal.experiments import make_experiment
 from xcal.explain.gradcam import closed_form_maps, forward_with_features
 from xcal.explain.signal import SignalSettings, image_components
 from xcal.federation.messages import Reply
-from xcal.methods.passes import kept_alike, rows_apart
+from xcal.methods.passes import is_batch_invariant, is_cache_exact
 from xcal.methods.steps import clipped_sum
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
@@ -90,7 +90,7 @@ def test_shipped_networks_keep_rows_apart_here(network: str) -> None:
     model = NETWORKS[network]()
     before = torch.random.get_rng_state()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    assert rows_apart(model, (3, 32, 32), 32) == 32
+    assert is_batch_invariant(model, (3, 32, 32), 32) == 32
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert torch.equal(before, torch.random.get_rng_state())
 
@@ -113,19 +113,19 @@ class Uneven(nn.Module):
 
 
 def test_where_rows_do_not_keep_apart_each_goes_alone() -> None:
-    assert rows_apart(Uneven(15, 31), (3, 32, 32), 32) == 1
-    assert rows_apart(Uneven(15, 31), (3, 32, 32), 8) == 8
-    assert rows_apart(Uneven(15, 31), (3, 32, 32), 0) == 0
+    assert is_batch_invariant(Uneven(15, 31), (3, 32, 32), 32) == 1
+    assert is_batch_invariant(Uneven(15, 31), (3, 32, 32), 8) == 8
+    assert is_batch_invariant(Uneven(15, 31), (3, 32, 32), 0) == 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_no_places_that_are_rounded_in_their_own_way_go_unnoticed(size: int) -> None:
     for first in range(0, 32, size):
         network = Uneven(*range(first, first + size))
-        assert rows_apart(network, (3, 32, 32), 32) == 1, first
+        assert is_batch_invariant(network, (3, 32, 32), 32) == 1, first
 
 
-class Neighbourly(Uneven):
+class Neighborly(Uneven):
     """Rounds by what stands beside an image."""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ class Neighbourly(Uneven):
         return self.head(torch.where(high, means * (1 + 2**-23), means))
 
 
-def test_neighbours_that_change_how_an_image_is_rounded_are_noticed() -> None:
-    assert rows_apart(Neighbourly(), (3, 32, 32), 32) == 1
+def test_neighbors_that_change_how_an_image_is_rounded_are_noticed() -> None:
+    assert is_batch_invariant(Neighborly(), (3, 32, 32), 32) == 1
 
 
 class OddMaps(nn.Module):
@@ -167,7 +167,7 @@ class _TurnedBack(torch.autograd.Function):
 
 
 def test_maps_are_looked_at() -> None:
-    assert rows_apart(OddMaps().requires_grad_(False), (3, 9, 9), 32) == 1
+    assert is_batch_invariant(OddMaps().requires_grad_(False), (3, 9, 9), 32) == 1
 
 
 @pytest.mark.parametrize("cells", [9, 25, 49, 121, 225])
@@ -212,8 +212,8 @@ def test_kept_activations_change_no_number(network: str) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     [*model.modules()][-1].requires_grad_(True)
-    assert kept_alike(model, (3, 32, 32), 8)
-    assert kept_alike(model, (3, 32, 32), 0)
+    assert is_cache_exact(model, (3, 32, 32), 8)
+    assert is_cache_exact(model, (3, 32, 32), 0)
 
 
 @pytest.mark.parametrize("units", [None, [4, 0, 0, 2, 4, 4, 4, 1, 1, 5, 5]])
@@ -257,7 +257,7 @@ def test_units_that_are_left_out_do_not_change_how_the_others_are_summed() -> No
     assert torch.equal(rest.norms[~bad], whole.norms[~bad])
 
 
-def cancelling() -> nn.Module:
+def canceling() -> nn.Module:
     """The head's rows cancel under the gradient of equal logits, but for rounding.
 
     Rows are chosen whose rounding differs between products of three and of four images.
@@ -281,7 +281,7 @@ def cancelling() -> nn.Module:
 def test_constructed_weights_do_not_turn_the_others() -> None:
     """Without a fixed size the fourth image moved the sum of three by 6 C."""
     images = torch.rand(1, 3, 28, 28).expand(9, -1, -1, -1).contiguous()
-    engine = ClippingEngine(cancelling(), rows=8)
+    engine = ClippingEngine(canceling(), rows=8)
     before = None
     for count in range(1, 10):
         labels = torch.zeros(count).long()
@@ -326,7 +326,7 @@ def test_real_clients_have_passes_of_one_size_and_simulated_ones_need_not() -> N
 def test_a_home_clips_in_passes_of_its_own_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated: bool, rows: int
 ) -> None:
-    home = tiny_home(tmp_path) if simulated else real(tiny_home(tmp_path))
+    site_dir = tiny_site(tmp_path) if simulated else real(tiny_site(tmp_path))
     make, sizes = ClippingEngine.__init__, []
 
     def watched(engine: ClippingEngine, *args: Any, rows: int | None = None, **given: Any) -> None:
@@ -335,5 +335,5 @@ def test_a_home_clips_in_passes_of_its_own_size(
         make(engine, *args, rows=rows or 0, **given)
 
     monkeypatch.setattr(ClippingEngine, "__init__", watched)
-    assert isinstance(ask(home, a_request()), Reply)
+    assert isinstance(ask(site_dir, a_request()), Reply)
     assert sizes == [rows]

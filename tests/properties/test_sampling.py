@@ -125,7 +125,7 @@ def test_a_cap_is_enforced_and_costs_no_more_than_it_must(groups, cap, seed):
     assert (np.diff(kept) > 0).all()
 
 
-def test_tensors_are_normalised_by_public_constants():
+def test_tensors_are_normalized_by_public_constants():
     pixels = np.random.default_rng(0).integers(0, 256, (3, 5, 4, 3), dtype=np.uint8)
     pixels.flags.writeable = False
     tensor = to_tensor(pixels)

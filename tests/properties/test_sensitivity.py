@@ -29,14 +29,14 @@ from xcal.dp.filter import RenyiFilter
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.experiments import make_experiment
 from xcal.explain.signal import Components, SignalSettings, batch_score
-from xcal.methods.adaptive_clip import centred_count
+from xcal.methods.adaptive_clip import centered_count
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, CentralMethod
 from xcal.methods.client_data import Batch, LocalData, mean_by_unit
-from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.dp_fedavg import ServerContext
 from xcal.methods.registry import METHODS, method_of
-from xcal.methods.xcal import centred_sum
-from xcal.models.split import split_frozen
+from xcal.methods.xcal import centered_sum
+from xcal.models.backbone import split_backbone
 
 CLASSES, PIXELS, UNITS, EXPECTED = 3, 16, 200, 8
 SHAPE = {"epsilon": 5.0, "delta": 1e-5, "batch": EXPECTED, "rounds": 2, "unit": "record"}
@@ -127,7 +127,7 @@ class Paid:
 
 @dataclass
 class GivenDraw:
-    """Data whose every draw is the given batch: what else was drawn is the same for neighbours."""
+    """Data whose every draw is the given batch: what else was drawn is the same for neighbors."""
 
     batch: Batch
     units: int = UNITS
@@ -185,7 +185,7 @@ def run_step(case: str, model, data, clip: float, signal: SignalSettings, rows: 
         data=GivenDraw(data) if isinstance(data, Batch) else data,
         noise=SeededNoise(1),
         account=account,
-        optimiser=Optimiser(model, "sgd", 0.1, 0.0),
+        optimizer=Optimizer(model, "sgd", 0.1, 0.0),
         batch=EXPECTED,
         clip=clip,
         rows=rows,
@@ -384,7 +384,7 @@ def test_some_units_give_the_signal_that_they_give_among_all():
         assert min(abs(some - one) for one in sums) < 1e-5
 
 
-# --- as a client draws them: views, kept activations, passes of one size --------------------------
+# --- as a client draws them: views, feature cache, passes of one size --------------------------
 
 
 class Beginning(Tiny):
@@ -447,7 +447,7 @@ class _Drawing(SeededNoise):
 def test_so_it_is_as_a_client_draws_and_computes(
     case, kind, data, seed, unit, views, augment, rows, megabytes, clip
 ):
-    """Units of several views, images chosen at random, kept activations, passes of one size."""
+    """Units of several views, images chosen at random, feature cache, passes of one size."""
     images = tiny(train=18, seed=seed % 7).train
     own = LocalData(images, unit=unit, images_per_unit=2, views=views, augment=augment)
     drawn = data.draw(st.lists(st.integers(0, own.units - 1), min_size=1, unique=True).map(sorted))
@@ -459,8 +459,8 @@ def test_so_it_is_as_a_client_draws_and_computes(
         with torch.random.fork_rng(devices=[]):
             model = kind(torch.Generator().manual_seed(seed), 1.0)
         model.features[:3].requires_grad_(False)
-        split = split_frozen(model)
-        assert own.keep_activations(split, megabytes, rows) == bool(megabytes)
+        split = split_backbone(model)
+        assert own.cache_features(split, megabytes, rows) == bool(megabytes)
         tools = {"split": split if megabytes else None, "chunk": 16}
         given = Chosen(own, units)
         return run_step(case, model, given, clip, SignalSettings(), rows=rows, **tools)
@@ -495,7 +495,7 @@ CENTRAL = [
 def test_one_client_moves_a_server_s_releases_by_at_most_what_was_paid_for(
     experiment, seed, scales, clip, null
 ):
-    experiment = experiment.model_copy(update={"clip": clip})
+    experiment = experiment.model_copy(update={"max_grad_norm": clip})
     method = method_of(experiment)
     plan = method.server_plan(experiment, 5)
     rng = np.random.default_rng(seed)
@@ -551,7 +551,7 @@ def test_a_server_divides_by_how_many_were_asked(experiment, answers, monkeypatc
     assert mean["w"].tolist() == [0.2] * 6
     if after is not None:  # b̃ = ½ + 1/5 of those asked
         step = -experiment.clip_rate * (0.7 - experiment.quantile)
-        assert after.clip == pytest.approx(experiment.clip * math.exp(step))
+        assert after.clip == pytest.approx(experiment.max_grad_norm * math.exp(step))
 
 
 # --- what contributes nothing ---------------------------------------------------------------------
@@ -600,12 +600,12 @@ any_number = st.floats(allow_nan=False, allow_infinity=False, width=64)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(any_number, st.booleans()), min_size=1, max_size=20), st.data())
-def test_centred_sum_moves_by_half(units, data):
+def test_centered_sum_moves_by_half(units, data):
     values = np.array([value for value, _ in units])
     counted = np.array([drawn for _, drawn in units])
     fewer = counted.copy()
     fewer[data.draw(st.integers(0, len(units) - 1))] = False
-    assert abs(centred_sum(values, counted) - centred_sum(values, fewer)) <= 0.5 + 1e-12
+    assert abs(centered_sum(values, counted) - centered_sum(values, fewer)) <= 0.5 + 1e-12
 
 
 @settings(max_examples=200, deadline=None)
@@ -614,14 +614,14 @@ def test_centred_sum_moves_by_half(units, data):
     st.floats(1e-6, 1e6),
     st.data(),
 )
-def test_centred_count_moves_by_half(units, clip, data):
+def test_centered_count_moves_by_half(units, clip, data):
     norms = np.array([value for value, _ in units])
     counted = np.array([drawn for _, drawn in units])
     fewer = counted.copy()
     fewer[data.draw(st.integers(0, len(units) - 1))] = False
-    one, other = (centred_count(norms, clip, mask) for mask in (counted, fewer))
+    one, other = (centered_count(norms, clip, mask) for mask in (counted, fewer))
     assert abs(one - other) <= 0.5
-    assert centred_count(norms, clip, np.zeros_like(counted)) == 0
+    assert centered_count(norms, clip, np.zeros_like(counted)) == 0
 
 
 @settings(max_examples=100, deadline=None)

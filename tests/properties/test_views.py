@@ -15,7 +15,7 @@ from xcal.dp.clipping import ClippingEngine
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.errors import UserError
 from xcal.methods.client_data import Batch, LocalData
-from xcal.methods.context import Optimiser, StepContext
+from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.steps import clipped_sum, sgd_step
 
 IMAGES = tiny(train=30).train
@@ -37,7 +37,7 @@ def bench_with(data: LocalData, clip: float = 1.0, chunk: int = 256) -> StepCont
         data=data,
         noise=SeededNoise(3),
         account=None,
-        optimiser=Optimiser(model, "sgd", 0.1, 0.0),
+        optimizer=Optimizer(model, "sgd", 0.1, 0.0),
         batch=10,
         clip=clip,
         chunk=chunk,

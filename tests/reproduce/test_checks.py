@@ -155,7 +155,7 @@ def test_cells_measured_on_other_images_are_not_merged(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_anything_is_said_or_done(
     tmp_path: Path, option: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
     where = ["--results", str(tmp_path / "r"), "--work", str(tmp_path / "w")]
     done = CliRunner().invoke(app, ["study", "privacy-utility", option, value, *where])
     assert isinstance(done.exception, UserError) and said in str(done.exception)

@@ -134,7 +134,7 @@ def test_any_number_of_normals(source, count):
         assert len(torch.unique(normals)) > 0.99 * count
 
 
-def test_neighbouring_normals_are_independent(source):
+def test_neighboring_normals_are_independent(source):
     normals = source.normals(key(), 60_000).double().numpy()
     for lag in (1, 2, 30_000):  # 30,000: the other half of a Box–Muller pair
         assert independent(normals[:-lag], normals[lag:])

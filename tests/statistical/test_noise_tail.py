@@ -64,7 +64,7 @@ def test_every_radius_has_the_probability_of_a_gaussian_pair(radius):
         assert found == pytest.approx(radius, abs=1e-3)
 
 
-def test_neighbouring_radii_are_closer_than_the_grid_up_to_seven_and_a_half():
+def test_neighboring_radii_are_closer_than_the_grid_up_to_seven_and_a_half():
     """So that rounding to the public grid hides which of them it was."""
     grid = 2.0 ** -(GRID_BITS + 1)  # at most, in deviations of the noise
     for radius in (2.0, 4.0, 6.0, 7.0, 7.5):

@@ -1,7 +1,7 @@
 """The odometer at stopping times: an adversary who watches the releases stops where it hurts most.
 
 Claimed: E[(1 − e^{ε_τ − L_τ})₊] ≤ δ, L the privacy loss of what was released until τ, under either
-of two neighbours. Measured at a δ large enough to be seen, with multipliers chosen on the way by
+of two neighbors. Measured at a δ large enough to be seen, with multipliers chosen on the way by
 the same adversary. What a wrong odometer says is caught by the same measurement.
 """
 

@@ -62,7 +62,7 @@ def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
         unset = {k for k in get_method(cell.method).uses if getattr(made, k, None) is None}
         assert set(cell.keys) - {"paired"} <= get_method(cell.method).uses - by_the_process
         left_out = get_method(cell.method).uses - by_the_process - set(cell.keys)
-        assert left_out <= unset | {"preset", "homes"}
+        assert left_out <= unset | {"preset", "sites"}
         assert cell.keys["paired"] is True
     assert [cell.explained for _, cell in own.places] == [10] * 3
 
@@ -83,7 +83,7 @@ def test_axes_of_the_file_and_of_the_command(tmp_path: Path) -> None:
         (["method="], "key=a,b,c"),
         (["rounds=-1,2"], "rounds = -1"),
         (["method=fl-dpp"], "fl-dp"),
-        (["homes=somewhere"], "homes"),
+        (["sites=somewhere"], "sites"),
     ],
 )
 def test_bad_axes_are_refused_before_anything_runs(

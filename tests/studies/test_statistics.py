@@ -12,7 +12,7 @@ from xcal.studies.statistics import (
     compare,
     group_weights,
     macro_f1_of_counts,
-    summarise,
+    summarize,
     weighted_auroc,
 )
 from xcal.studies.store import ROAD_STEP, CellResult, TestSet, pack, rank_images, unpack
@@ -162,5 +162,5 @@ def test_files_of_one_picture_do_not_make_an_interval_narrower() -> None:
 
 
 def test_a_summary_of_one_seed_has_no_deviation() -> None:
-    assert summarise([0.5]).deviation is None
-    assert summarise([0.4, 0.6]).deviation == pytest.approx(0.1414, abs=1e-3)
+    assert summarize([0.5]).deviation is None
+    assert summarize([0.4, 0.6]).deviation == pytest.approx(0.1414, abs=1e-3)

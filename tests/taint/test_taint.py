@@ -50,7 +50,9 @@ def released_from_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xcal.dp.mechanism, "release_tensors", tensors)
     monkeypatch.setattr(xcal.dp.mechanism, "release_scalar", scalar)
     monkeypatch.setattr(folders.secrets, "token_hex", lambda size: "0" * size)
-    monkeypatch.setattr("xcal.federation.site.Pace.due", lambda self: True)  # every state is saved
+    monkeypatch.setattr(
+        "xcal.federation.loaded_site.Pace.due", lambda self: True
+    )  # every state is saved
 
 
 def draw_as(patch: pytest.MonkeyPatch, who: str) -> None:

@@ -99,7 +99,7 @@ def _renamed() -> Any:
 
 
 # One shape for the runs below, so that it is calibrated once.
-MOVING = {**QUICK, "data": "support:coloured", "rounds": 5, "epsilon": 30.0, "sigma_decay": 0.8}
+MOVING = {**QUICK, "data": "support:colored", "rounds": 5, "epsilon": 30.0, "sigma_decay": 0.8}
 
 
 @pytest.fixture(scope="module")

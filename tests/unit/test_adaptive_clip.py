@@ -21,7 +21,7 @@ from xcal.methods.adaptive_clip import (
     LARGEST_CLIP,
     SMALLEST_CLIP,
     QuantileRule,
-    centred_count,
+    centered_count,
 )
 
 
@@ -32,8 +32,8 @@ def simulated(rule: QuantileRule, steps: int, sigma: float, seed: int = 0) -> li
     _, sigma_count = rule.multipliers(sigma)
     for _ in range(steps):
         norms = np.exp(rng.normal(0.0, 0.5, rng.poisson(64)))
-        centred = centred_count(norms, clip, np.ones(len(norms), dtype=bool))
-        clip = rule.following(clip, 0.5 + (centred + sigma_count * rng.normal()) / 64)
+        centered = centered_count(norms, clip, np.ones(len(norms), dtype=bool))
+        clip = rule.following(clip, 0.5 + (centered + sigma_count * rng.normal()) / 64)
         seen.append(clip)
     return seen
 

@@ -97,7 +97,7 @@ def test_one_of_five_cannot_leave_the_honest_range(name: str, value: float) -> N
 
 FIVE: dict[str, Any] = {
     **TINY,
-    "data": "support:coloured",
+    "data": "support:colored",
     "clients": 5,
     "rounds": 5,
     "batch": 10,

@@ -160,7 +160,7 @@ def test_a_round_taken_up_in_the_middle_keeps_its_channels(
 
     with monkeypatch.context() as patch:
         patch.setattr(step_of_agp, "release_tensors", fails)
-        patch.setattr("xcal.federation.site.Pace.due", lambda self: True)
+        patch.setattr("xcal.federation.loaded_site.Pace.due", lambda self: True)
         with pytest.raises(RuntimeError, match="power cut"):
             xcal.run(tmp_path / "cut", **quick)
     xcal.run(tmp_path / "cut", resume=True)

@@ -25,7 +25,7 @@ def copies(split: str, cell: str) -> Counter[int]:
 
 
 def test_nearly_every_picture_shows_one_kind_of_cell():
-    """Others are overlapping photographs of neighbours on the slide, or of one cell named twice."""
+    """Others are overlapping photographs of neighbors on the slide, or of one cell named twice."""
     cells = defaultdict(set)
     for file, number in blood_cell_pictures().items():
         cells[number].add(file.split("/")[1])

@@ -105,7 +105,7 @@ def test_a_null_client_moves_the_count_by_a_half() -> None:
 
 
 def test_a_client_that_sends_nothing_is_a_null_client() -> None:
-    """Its neighbour sends zeros, or what is not finite: neither counts as within S."""
+    """Its neighbor sends zeros, or what is not finite: neither counts as within S."""
     small = {"w": torch.full((4,), 0.1, dtype=torch.float64)}
     large = {"w": torch.full((4,), 9.0, dtype=torch.float64)}
     zero = {"w": torch.zeros(4, dtype=torch.float64)}
@@ -167,13 +167,13 @@ def test_robust_aggregation_would_void_it(rule: str) -> None:
 
 
 def test_a_home_with_a_limit_refuses_it(tmp_path: Path) -> None:
-    homes = []
+    sites = []
     for client in range(3):
-        home = tmp_path / str(client)
-        ledgers.create(home / "ledger.sqlite", Terms(f"p{client}", "record", 10.0, 1e-2))
-        homes.append(str(home))
+        site_dir = tmp_path / str(client)
+        ledgers.create(site_dir / "ledger.sqlite", Terms(f"p{client}", "record", 10.0, 1e-2))
+        sites.append(str(site_dir))
     with pytest.raises(UserError, match="has no guarantee"):
-        prepare(make_experiment({**QUICK, "method": "dp-fedavg", "homes": tuple(homes)}))
+        prepare(make_experiment({**QUICK, "method": "dp-fedavg", "sites": tuple(sites)}))
 
 
 def test_noise_for_clients_elsewhere_is_not_made_of_the_seed_they_are_sent() -> None:

@@ -155,13 +155,13 @@ def test_unused_keys_are_accepted_and_named(invoke: Invoke, tmp_path: Path) -> N
 
 
 def test_homes_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> None:
-    homes = [str(tmp_path / f"home{i}") for i in range(3)]
-    for i, home in enumerate(homes):
-        words = f"ledger create {home} --population ward{i} --epsilon 12 --delta 2e-3".split()
+    sites = [str(tmp_path / f"site{i}") for i in range(3)]
+    for i, site_dir in enumerate(sites):
+        words = f"ledger create {site_dir} --population ward{i} --epsilon 12 --delta 2e-3".split()
         words += ["--unit", "record"]
         assert invoke(*words)[0] == 0
         assert invoke(*words)[0] == 2  # never replaced
-    given = f"homes={json.dumps(homes)}"
+    given = f"sites={json.dumps(sites)}"
     first = ["run", *sets(method="xcal"), "--set", given, "--out", str(tmp_path / "a")]
     assert invoke(*first)[0] == 0
     second = ["run", *sets(method="xcal"), "--set", given, "--out", str(tmp_path / "b")]
@@ -182,7 +182,7 @@ def test_homes_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> Non
         str(tmp_path / "d"),
     ]
     assert invoke(*smaller)[0] == 0
-    assert invoke("ledger", "verify", homes[0])[0] == 0
+    assert invoke("ledger", "verify", sites[0])[0] == 0
 
 
 def test_nothing_private_in_what_is_printed_logged_or_replied(

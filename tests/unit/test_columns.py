@@ -20,10 +20,10 @@ from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import prepare
-from xcal.models.columns import CONSTANTS, Columns, constants_of
+from xcal.models.backbone import split_backbone
 from xcal.models.efficientnet import efficientnet_b0
+from xcal.models.probe import CONSTANTS, Columns, constants_of
 from xcal.models.registry import build_network
-from xcal.models.split import split_frozen
 from xcal.models.weights import load_published
 
 READS = "stages:4-6"
@@ -40,7 +40,7 @@ def published(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
 
 
 def keys(weights: Path, **more: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def columns_model(train: str = "head") -> Any:
     return model
 
 
-def test_columns_are_the_stages_maps_and_squares_standardised() -> None:
+def test_columns_are_the_stages_maps_and_squares_standardized() -> None:
     columns = Columns([2, 3], 0)
     columns.mean.fill_(0.25)
     columns.deviation.fill_(2.0)
@@ -80,7 +80,7 @@ def test_a_finer_map_is_averaged_down() -> None:
     )
 
 
-def test_constants_standardise_the_images_they_are_made_of() -> None:
+def test_constants_standardize_the_images_they_are_made_of() -> None:
     pooled = torch.randn(50, 4) * torch.tensor([1.0, 3.0, 0.5, 0.0]) + 2.0
     mean, deviation = constants_of(pooled)
     made = (pooled - mean) / deviation
@@ -99,11 +99,11 @@ def test_the_map_is_finer_than_the_last_one_and_grad_cam_is_in_closed_form() -> 
 def test_a_signal_finds_its_map_in_what_is_kept() -> None:
     """Only masked images go through the network: the plain ones' maps were kept."""
     model = columns_model("head")
-    split = split_frozen(model, seen=model.cam_layer)
+    split = split_backbone(model, seen=model.cam_layer)
     assert split is not None and split.passes(model.get_submodule(model.cam_layer))
     kept = split.begin(IMAGES)
     assert kept.shape == (4, 768, 4, 4)  # the map, and not its average
-    pooled = split_frozen(model)
+    pooled = split_backbone(model)
     assert pooled is not None and pooled.begin(IMAGES).shape == (4, 768)
     assert pooled.digest() != split.digest()  # alike in weights, unlike in what they make
 
@@ -111,11 +111,11 @@ def test_a_signal_finds_its_map_in_what_is_kept() -> None:
 @pytest.mark.parametrize("train", ["head", "last:1", "head+norm:2"])
 def test_what_is_frozen_is_kept_and_gradients_are_each_image_s_own(train: str) -> None:
     model = columns_model(train)
-    split = split_frozen(model)
+    split = split_backbone(model)
     assert split is not None
     labels = torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
-        torch.testing.assert_close(split.go_on(split.begin(IMAGES)), model(IMAGES))
+        torch.testing.assert_close(split.forward_head(split.begin(IMAGES)), model(IMAGES))
     found = ClippingEngine(model).clipped_sum(IMAGES, labels, clip=1.5)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     expected = {n: torch.zeros_like(p) for n, p in trained.items()}
@@ -164,7 +164,7 @@ def test_a_run_makes_the_constants_once_of_public_images(published: Path) -> Non
     tensors = safetensors.torch.load_file(str(found.weights))
     assert tensors.keys() - safetensors.torch.load_file(published).keys() == set(CONSTANTS)
     model = build_network(found, 3).eval()
-    split = split_frozen(model)
+    split = split_backbone(model)
     from xcal.data.normalize import to_tensor
 
     assert split is not None

@@ -20,7 +20,7 @@ def test_smear_is_described_with_its_patients():
 
 
 def test_an_imported_set_tells_where_it_came_from(tmp_path, monkeypatch):
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
     for cls in ("ill", "well"):
         (tmp_path / "set" / cls).mkdir(parents=True)
         for i in range(20):

@@ -17,7 +17,7 @@ def data() -> ImageData:
     return smear(pixels=48, train=120, validation=0, test=0, seed=0)
 
 
-def colours_of(path) -> set[str]:
+def colors_of(path) -> set[str]:
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB")).reshape(-1, 3)
     return {"#{:02X}{:02X}{:02X}".format(*c) for c in np.unique(pixels, axis=0)}
@@ -51,4 +51,4 @@ def test_a_class_without_images_is_an_empty_row(tmp_path, data):
 def test_a_partition_is_drawn_with_every_class(tmp_path, data, kind):
     parts = partition(data.train, 5, kind=kind, seed=0)
     partition_picture(data.train, data.classes, parts, tmp_path / "parts.png")
-    assert set(PALETTE[:4]) <= colours_of(tmp_path / "parts.png")
+    assert set(PALETTE[:4]) <= colors_of(tmp_path / "parts.png")

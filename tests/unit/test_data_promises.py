@@ -39,7 +39,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
 
 
 def picture(shade: int) -> bytes:
@@ -388,31 +388,31 @@ def test_a_person_in_two_splits_is_told_the_same_everywhere(
     out = invoke("data", "import", str(torn), *SMALL)[1]
     assert "unit = group does" not in out
     assert "unit = 'group' is refused" in out
-    init = ["home", "init", str(tmp_path / "new"), "--client", "a", "--population", "ward 7"]
+    init = ["site", "init", str(tmp_path / "new"), "--client", "a", "--population", "ward 7"]
     init += ["--epsilon", "20", "--delta", "1e-3", "--data", "ward"]
     for unit in ([], ["--unit", "group"]):
         code, _, err = invoke(*init, *unit)
         assert code == 2
         assert " 3 patients" in one_sentence(err)
     assert not (tmp_path / "new").exists()
-    # A home from before, of a real population: refused by its check and by a run alike.
-    from xcal.federation.home import HomeTable, create_home
+    # A site from before, of a real population: refused by its check and by a run alike.
     from xcal.federation.policy import Policy
+    from xcal.federation.site_directory import SiteTable, create_site
 
-    about = HomeTable(client="a", population="ward 7", data="ward")
+    about = SiteTable(client="a", population="ward 7", data="ward")
     policy = Policy(
         epsilon_total=20.0, delta_total=1e-3, epsilon_run=20.0, delta_run=1e-3, unit="group"
     )
-    home = create_home(tmp_path / "home", about, policy, unit="group").path
-    code, _, err = invoke("home", "check", str(home))
+    site_dir = create_site(tmp_path / "site", about, policy, unit="group").path
+    code, _, err = invoke("site", "check", str(site_dir))
     assert code == 1
     assert " 3 patients" in err
-    run = words(unit="group", homes=[str(home)], delta=1e-4)
+    run = words(unit="group", sites=[str(site_dir)], delta=1e-4)
     code, _, err = invoke("run", *run, "--out", str(tmp_path / "run"))
     assert code == 2
     assert " 3 patients" in one_sentence(err)
     assert not (tmp_path / "run").exists()
-    assert not runs_of(read_rows(home / "ledger.sqlite"))
+    assert not runs_of(read_rows(site_dir / "ledger.sqlite"))
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -420,36 +420,36 @@ def test_per_image_it_is_named_in_statement_and_card(
     tmp_path: Path, invoke: Invoke, torn: Path, real: bool
 ) -> None:
     assert invoke("data", "import", str(torn), *SMALL)[0] == 0
-    homes = None
+    sites = None
     if real:
-        homes = [str(tmp_path / "home")]
-        create(tmp_path / "home" / "ledger.sqlite", Terms("ward 7", "record", 30.0, 1e-2))
+        sites = [str(tmp_path / "site")]
+        create(tmp_path / "site" / "ledger.sqlite", Terms("ward 7", "record", 30.0, 1e-2))
     out = tmp_path / "run"
-    assert invoke("run", *words(unit="record", homes=homes), "--out", str(out))[0] == 0
+    assert invoke("run", *words(unit="record", sites=sites), "--out", str(out))[0] == 0
     for name in ("statement.txt", "card.md"):
         text = " ".join((out / name).read_text().split())
         assert "Some patients have images in training and in validation or test" in text
 
 
-# --- homes ----------------------------------------------------------------------------------------
+# --- sites ----------------------------------------------------------------------------------------
 
 
 def test_a_home_says_that_it_fell_back_to_images(tmp_path: Path, invoke: Invoke) -> None:
     ward_of = ward(tmp_path / "ward", "path,label,remark", lambda i: "-")
     assert invoke("data", "import", str(ward_of), *SMALL)[0] == 0
     init = ["--client", "a", "--population", "ward 7", "--epsilon", "20", "--delta", "1e-3"]
-    code, out, _ = invoke("home", "init", str(tmp_path / "a"), *init, "--data", "ward")
+    code, out, _ = invoke("site", "init", str(tmp_path / "a"), *init, "--data", "ward")
     assert code == 0
     assert "per record" in out and "not one person" in out
     code, _, err = invoke(
-        "home", "init", str(tmp_path / "b"), *init, "--data", "ward", "--unit", "group"
+        "site", "init", str(tmp_path / "b"), *init, "--data", "ward", "--unit", "group"
     )
     assert code == 2
     assert "--group-column" in one_sentence(err)
     assert not (tmp_path / "b").exists()
     # What is not there yet is the owner's word.
     later = ["--data", "later", "--unit", "group"]
-    assert invoke("home", "init", str(tmp_path / "c"), *init, *later)[0] == 0
+    assert invoke("site", "init", str(tmp_path / "c"), *init, *later)[0] == 0
 
 
 def test_a_cap_of_one_image_does_not_contradict_itself(tmp_path: Path, invoke: Invoke) -> None:
@@ -473,11 +473,11 @@ def test_every_run_named_is_asked_whether_its_images_may_be_measured(
 ) -> None:
     table = ward(tmp_path / "ward", "path,label,patient_id", lambda i: i // EACH)
     assert invoke("data", "import", str(table), *SMALL)[0] == 0
-    home = tmp_path / "home"
-    create(home / "ledger.sqlite", Terms("ward 7", "group", 30.0, 1e-2))
+    site_dir = tmp_path / "site"
+    create(site_dir / "ledger.sqlite", Terms("ward 7", "group", 30.0, 1e-2))
     public, real = str(tmp_path / "p1"), str(tmp_path / "real1")
     assert invoke("run", *words(epsilon=5.0), "--out", public)[0] == 0
-    assert invoke("run", *words(homes=[str(home)]), "--out", real)[0] == 0
+    assert invoke("run", *words(sites=[str(site_dir)]), "--out", real)[0] == 0
     panel = ["--out", str(tmp_path / "panel.png")]
     for command in (
         ["panel", public, real, *panel],
@@ -553,9 +553,9 @@ OWN: dict[str, tuple[Any, str]] = {
     "floats": (changed(pixels=lambda p: p.astype(np.float32) / 255), "uint8"),
     "channels_first": (
         changed(pixels=lambda p: p.transpose(0, 3, 1, 2).copy()),
-        "colours come last",
+        "colors come last",
     ),
-    "grey": (changed(pixels=lambda p: p[..., 0].copy()), "(N, H, W, 3)"),
+    "gray": (changed(pixels=lambda p: p[..., 0].copy()), "(N, H, W, 3)"),
     "lists": (changed(pixels=lambda p: p.tolist()), "numpy array"),
     "ragged": (changed(pixels=ragged), "object"),
     "not_square": (changed(pixels=lambda p: p[:, :8].copy()), "8×16"),
@@ -599,17 +599,17 @@ def own_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_own_data_set_that_is_none_is_refused_before_a_charge(
     tmp_path: Path, invoke: Invoke, own_sets: None, name: str
 ) -> None:
-    home = tmp_path / "home"
-    create(home / "ledger.sqlite", Terms("ward 7", "record", 30.0, 1e-2, simulated=True))
+    site_dir = tmp_path / "site"
+    create(site_dir / "ledger.sqlite", Terms("ward 7", "record", 30.0, 1e-2, simulated=True))
     out = tmp_path / "run"
-    asked = words(data=f"own_sets:{name}", unit="record", homes=[str(home)])
+    asked = words(data=f"own_sets:{name}", unit="record", sites=[str(site_dir)])
     code, _, err = invoke("run", *asked, "--out", str(out))
     assert code == 2
     one_sentence(err)
     assert f"own_sets:{name}" in err
     assert OWN[name][1] in err
     assert not out.exists()
-    assert not runs_of(read_rows(home / "ledger.sqlite"))
+    assert not runs_of(read_rows(site_dir / "ledger.sqlite"))
     assert invoke("data", "show", f"own_sets:{name}", "--pixels", "16")[0] == 2
 
 

@@ -47,9 +47,9 @@ def test_patients_keep_to_one_split_and_mix_classes(data):
 
 
 def test_images_of_a_patient_share_the_stain(data):
-    # Mean colour varies less within a patient than between patients.
-    colours = data.train.pixels.reshape(400, -1, 3).mean(1)
-    own = colours[:396].reshape(66, 6, 3)
+    # Mean color varies less within a patient than between patients.
+    colors = data.train.pixels.reshape(400, -1, 3).mean(1)
+    own = colors[:396].reshape(66, 6, 3)
     assert own.std(axis=1).mean() < 0.8 * own.mean(axis=1).std(axis=0).mean()
 
 
@@ -125,20 +125,20 @@ def test_nonsense_is_refused(arguments, message):
 
 
 @pytest.mark.slow
-def test_small_learns_it_and_colour_alone_does_not():
+def test_small_learns_it_and_color_alone_does_not():
     torch.set_num_threads(1)
     data = smear()
     pixels, labels = to_tensor(data.train.pixels), torch.from_numpy(data.train.labels)
     shuffle = torch.Generator().manual_seed(0)
 
     def fit(network, inputs, epochs, rate):
-        optimiser = torch.optim.Adam(network.parameters(), lr=rate)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.05, total_iters=epochs)
+        optimizer = torch.optim.Adam(network.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=epochs)
         for _ in range(epochs):
             for batch in torch.randperm(len(labels), generator=shuffle).split(64):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 cross_entropy(network(inputs[batch]), labels[batch]).backward()
-                optimiser.step()
+                optimizer.step()
             schedule.step()
 
     network = small(len(CLASSES), seed=0)
@@ -156,10 +156,10 @@ def test_small_learns_it_and_colour_alone_does_not():
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        by_colour = torch.nn.Sequential(
+        by_color = torch.nn.Sequential(
             torch.nn.Linear(48, 64), torch.nn.ReLU(), torch.nn.Linear(64, len(CLASSES))
         )
-    fit(by_colour, histograms(data.train), epochs=8, rate=3e-3)
+    fit(by_color, histograms(data.train), epochs=8, rate=3e-3)
     with torch.no_grad():
-        predicted = by_colour(histograms(data.test)).argmax(1).numpy()
+        predicted = by_color(histograms(data.test)).argmax(1).numpy()
     assert macro_f1(predicted, data.test.labels) < 0.45

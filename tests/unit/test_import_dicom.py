@@ -16,8 +16,8 @@ from xcal.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
+def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
 
 
 def seen(data: bytes, pixels: int = 16) -> np.ndarray:
@@ -58,10 +58,10 @@ def test_rescaling_comes_before_the_window():
     assert (image[0, values >= 1500, 0] == 255).all()
 
 
-def test_colour_is_kept():
-    colours = np.zeros((16, 16, 3), np.uint8)
-    colours[..., 0] = 200
-    assert (seen(dicom(colours)) == colours).all()
+def test_color_is_kept():
+    colors = np.zeros((16, 16, 3), np.uint8)
+    colors[..., 0] = 200
+    assert (seen(dicom(colors)) == colors).all()
 
 
 def test_what_is_not_dicom_is_a_bad_file():

@@ -19,9 +19,9 @@ from xcal.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
+    return tmp_path / "site"
 
 
 def picture(value: int = 120, size: tuple[int, int] = (20, 12), kind: str = "PNG") -> bytes:

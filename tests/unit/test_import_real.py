@@ -20,9 +20,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def site_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XCAL_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("XCAL_HOME", str(tmp_path_factory.mktemp("site")))
         yield
 
 

@@ -28,9 +28,9 @@ from xcal.errors import UserError
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
+    return tmp_path / "site"
 
 
 def encoded(kind: str = "PNG", mode: str = "RGB", size: tuple[int, int] = (24, 16)) -> bytes:
@@ -60,7 +60,7 @@ def png_header_only(width: int, height: int) -> bytes:
 
 BAD = {
     "empty.png": (b"", "empty"),
-    "text.jpg": (b"this is no picture", "no image that can be recognised"),
+    "text.jpg": (b"this is no picture", "no image that can be recognized"),
     "truncated.png": (encoded(size=(200, 200))[:120], "broken or truncated"),
     "truncated.jpg": (encoded("JPEG", size=(200, 200))[:-300], "broken or truncated"),
     "jpeg-inside.png": (encoded("JPEG"), "is named as PNG but holds JPEG"),
@@ -299,7 +299,7 @@ def test_progress_counts_every_image(tmp_path):
     assert seen == [(i, 20) for i in range(1, 21)]
 
 
-def test_a_failing_import_leaves_the_old_set_and_no_litter(tmp_path, home):
+def test_a_failing_import_leaves_the_old_set_and_no_litter(tmp_path, site_dir):
     folder = good_set(tmp_path / "set")
     import_dataset(folder, name="x", pixels=16)
 
@@ -311,7 +311,7 @@ def test_a_failing_import_leaves_the_old_set_and_no_litter(tmp_path, home):
     with pytest.raises(KeyboardInterrupt):
         import_dataset(folder, name="x", pixels=16, replace=True, progress=stop)
     assert len(load("x").train) == 16
-    assert [p.name for p in (home / "data").iterdir() if "partial" in p.name] == []
+    assert [p.name for p in (site_dir / "data").iterdir() if "partial" in p.name] == []
 
 
 KILLED = """
@@ -325,7 +325,7 @@ import_dataset(sys.argv[1], name="x", pixels=16, progress=wait)
 """
 
 
-def test_an_import_that_is_killed_is_not_taken_for_a_whole_one(tmp_path, home):
+def test_an_import_that_is_killed_is_not_taken_for_a_whole_one(tmp_path, site_dir):
     folder = good_set(tmp_path / "set")
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE, text=True

@@ -42,7 +42,7 @@ def charge(step: int = 0, run: str = "run", inputs: str | None = "digest") -> Ch
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    place = tmp_path / "home" / "ledger.sqlite"
+    place = tmp_path / "site" / "ledger.sqlite"
     create(place, TERMS)
     return place
 
@@ -127,7 +127,7 @@ def test_every_append_is_synced_before_it_returns(path):
 )
 def test_terms_without_sense_are_refused_and_nothing_is_made(tmp_path, terms, word):
     with pytest.raises(UserError, match=word) as caught:
-        create(tmp_path / "home" / "ledger.sqlite", terms)
+        create(tmp_path / "site" / "ledger.sqlite", terms)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -150,11 +150,11 @@ def test_a_ledger_takes_charges_for_its_own_unit_only():
 def test_which_ledgers_a_path_means(tmp_path):
     for client in ("0", "2", "10"):
         create(tmp_path / "run" / "clients" / client / "ledger.sqlite", TERMS)
-    homes = tmp_path / "run" / "clients"
+    sites = tmp_path / "run" / "clients"
     found = list(find_ledgers(tmp_path / "run"))
     assert [p.parent.name for p in found] == ["0", "2", "10"]
-    assert list(find_ledgers(homes / "2")) == [homes / "2" / "ledger.sqlite"]
-    assert list(find_ledgers(homes / "2" / "ledger.sqlite")) == [homes / "2" / "ledger.sqlite"]
+    assert list(find_ledgers(sites / "2")) == [sites / "2" / "ledger.sqlite"]
+    assert list(find_ledgers(sites / "2" / "ledger.sqlite")) == [sites / "2" / "ledger.sqlite"]
     with pytest.raises(UserError, match="There is no ledger at"):
         list(find_ledgers(tmp_path / "nowhere"))
 

@@ -16,10 +16,10 @@ from xcal.data.synthetic import smear
 from xcal.data.watch import watched
 from xcal.experiments import load_experiment, make_experiment, read_pinned, to_toml
 from xcal.explain.interval import mean_interval
-from xcal.federation.local import Silent
+from xcal.federation.local import NullCallback
 
 
-class Watch(Silent):
+class Watch(NullCallback):
     """What was told, in order."""
 
     def __init__(self) -> None:

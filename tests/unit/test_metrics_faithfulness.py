@@ -1,4 +1,4 @@
-"""Insertion and deletion, agreement, the sanity check, localisation: known answers."""
+"""Insertion and deletion, agreement, the sanity check, localization: known answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xcal.explain.faithfulness import (
     randomisation_check,
 )
 from xcal.explain.gradcam import gradcam_maps
-from xcal.explain.localisation import localisation
+from xcal.explain.localization import localization
 from xcal.explain.ranks import rank_correlation
 
 torch.set_num_threads(1)
@@ -159,11 +159,11 @@ def test_randomising_weights_changes_the_maps_but_not_the_model() -> None:
         randomisation_check(model, images, stages=0)
 
 
-def test_localisation_by_hand() -> None:
+def test_localization_by_hand() -> None:
     maps = torch.tensor([[[4.0, 0.0], [1.0, 0.0]], [[1.0, 1.0], [1.0, 1.0]]])
     regions = torch.zeros(2, 2, 2, dtype=torch.bool)
     regions[0, 0, 0], regions[1, 1, 1] = True, True
-    result = localisation(maps, regions)
+    result = localization(maps, regions)
     assert result.pointing == pytest.approx([1.0, 0.25])  # four highest pixels, one inside
     assert result.inside == pytest.approx([0.8, 0.25])
     assert result.area == pytest.approx([0.25, 0.25])
@@ -172,24 +172,24 @@ def test_localisation_by_hand() -> None:
 def test_a_flat_map_locates_by_chance_after_enlarging_too() -> None:
     regions = torch.zeros(1, 30, 30, dtype=torch.bool)
     regions[0, 3:9, 5:20] = True
-    result = localisation(torch.full((1, 7, 7), 1 / 3), regions)
+    result = localization(torch.full((1, 7, 7), 1 / 3), regions)
     assert result.pointing[0] == pytest.approx(0.1)
     assert result.inside[0] == pytest.approx(0.1)
 
 
-def test_localisation_counts_empty_maps_and_missing_regions() -> None:
+def test_localization_counts_empty_maps_and_missing_regions() -> None:
     maps = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(0)) + 0.1
     maps[0], maps[1, 0, 0] = 0.0, math.nan
     regions = torch.ones(4, 6, 6, dtype=torch.bool)
     regions[3] = False
-    result = localisation(maps, regions)
+    result = localization(maps, regions)
     assert (result.empty_maps, result.without_region) == (2, 1)
     assert result.pointing[:3].tolist() == [0, 0, 1]
     assert np.isnan(result.inside[3])
     summary = result.summary()
     assert summary["pointing"] == pytest.approx(1 / 3)
     json.dumps(summary, allow_nan=False)
-    empty = localisation(maps[:0], regions[:0]).summary()
+    empty = localization(maps[:0], regions[:0]).summary()
     assert empty["inside"] is None
     with pytest.raises(UserError, match="one region"):
-        localisation(maps, regions[:2])
+        localization(maps, regions[:2])

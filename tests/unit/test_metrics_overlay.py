@@ -1,4 +1,4 @@
-"""Overlays: colours, sizes, degenerate maps, files."""
+"""Overlays: colors, sizes, degenerate maps, files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from PIL import Image
 
 from xcal.errors import UserError
 from xcal.explain.overlay import (
-    colour_bar,
-    colours,
+    color_bar,
+    colors,
     overlay,
     picture,
     save_overlay,
@@ -22,11 +22,11 @@ from xcal.explain.overlay import (
 
 
 def test_the_scale_gets_steadily_lighter() -> None:
-    table = colours(np.linspace(0, 1, 52)).astype(float)
+    table = colors(np.linspace(0, 1, 52)).astype(float)
     lightness = table @ np.array([0.2126, 0.7152, 0.0722])
     assert (np.diff(lightness) > 0).all()
-    assert np.array_equal(colours(np.array([-1.0, math.nan])), colours(np.zeros(2)))
-    assert np.array_equal(colours(np.array([7.0])), colours(np.ones(1)))
+    assert np.array_equal(colors(np.array([-1.0, math.nan])), colors(np.zeros(2)))
+    assert np.array_equal(colors(np.array([7.0])), colors(np.ones(1)))
 
 
 def test_where_nothing_is_salient_the_image_is_seen_as_it_is() -> None:
@@ -38,7 +38,7 @@ def test_where_nothing_is_salient_the_image_is_seen_as_it_is() -> None:
     saliency[:4] = 1
     drawn = np.asarray(overlay(image, saliency, opacity=1.0))
     assert np.array_equal(drawn[4:], plain[4:])
-    assert (drawn[:4] == colours(np.ones(1))).all()
+    assert (drawn[:4] == colors(np.ones(1))).all()
 
 
 def test_a_shared_peak_makes_maps_comparable() -> None:
@@ -50,16 +50,16 @@ def test_a_shared_peak_makes_maps_comparable() -> None:
 
 
 def test_sizes_and_channels() -> None:
-    grey = torch.rand(1, 10, 20, generator=torch.Generator().manual_seed(0))
-    assert picture(grey).size == (20, 10)
-    assert overlay(grey, torch.rand(3, 3), side=200).size == (200, 100)
-    assert picture(grey, side=5).size == (5, 2)
+    gray = torch.rand(1, 10, 20, generator=torch.Generator().manual_seed(0))
+    assert picture(gray).size == (20, 10)
+    assert overlay(gray, torch.rand(3, 3), side=200).size == (200, 100)
+    assert picture(gray, side=5).size == (5, 2)
     with pytest.raises(UserError, match="cannot be drawn"):
         picture(torch.rand(4, 10, 10))
 
 
-def test_colour_bar_has_both_directions() -> None:
-    lying, upright = np.asarray(colour_bar(50, 4)), np.asarray(colour_bar(4, 50))
+def test_color_bar_has_both_directions() -> None:
+    lying, upright = np.asarray(color_bar(50, 4)), np.asarray(color_bar(4, 50))
     assert np.array_equal(lying[0, 0], upright[-1, 0])
     assert np.array_equal(lying[0, -1], upright[0, 0])
 

@@ -198,7 +198,7 @@ def test_the_accounting_line_follows_the_plan() -> None:
     assert "; at client 1 Rényi filter of one fixed order" in mixed
 
 
-def test_neighbours_are_named_client_by_client() -> None:
+def test_neighbors_are_named_client_by_client() -> None:
     plan = plan_static(SHAPE)
     plans = {"a": plan, "b": plan, "c": plan}
     for known, parts in (
@@ -207,7 +207,7 @@ def test_neighbours_are_named_client_by_client() -> None:
         (("a", "c"), {"at clients a, c it is declared": 1, "at client b it is counted": 1}),
     ):
         statement = make_statement(situation(plans=plans, add_remove=frozenset(known)))
-        told = statement["neighbouring_relation"]
+        told = statement["neighboring_relation"]
         assert told.startswith("zero-out")
         for words, count in parts.items():
             assert told.count(words) == count

@@ -17,7 +17,7 @@ from xcal.presets import PRESETS
 def test_the_paper_s_settings() -> None:
     made = make_experiment({"preset": "paper", "data": "blood-cells"})
     assert made.method == "xcal-paper"
-    assert (made.batch, made.lr, made.clip, made.q) == (32, 1e-3, 1.0, 0.2)
+    assert (made.expected_batch_size, made.lr, made.max_grad_norm, made.q) == (32, 1e-3, 1.0, 0.2)
     assert (made.rho, made.band, made.tau) == (0.1, 0.2, 0.2)
     assert (made.alpha, made.beta, made.gamma) == (1.0, 1.0, 1.0)
     assert (made.rounds, made.local_epochs, made.delta) == (30, 1, 1e-5)
@@ -43,7 +43,7 @@ def test_own_keys_and_settings_lie_above_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "e.toml"
     path.write_text('preset = "paper"\nbatch = 64\nlr = 0.5\n')
     made, given = load_experiment(path, ["lr=0.25"])
-    assert (made.batch, made.lr, made.rounds) == (64, 0.25, 30)
+    assert (made.expected_batch_size, made.lr, made.rounds) == (64, 0.25, 30)
     assert given == {"preset", "batch", "lr"}  # what a preset fills in was not given
 
 
@@ -93,7 +93,7 @@ def test_a_run_names_its_preset(tmp_path: Path) -> None:
         assert "preset paper" in (tmp_path / "run" / name).read_text(), name
 
 
-def test_good_reads_standardised_stages_where_the_network_has_them() -> None:
+def test_good_reads_standardized_stages_where_the_network_has_them() -> None:
     keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
     made = make_experiment(keys)
     assert (made.network, made.head_reads, made.train) == ("efficientnet_b0", "stages:4-6", "head")

@@ -38,9 +38,9 @@ def broken(run: LoadedRun) -> LoadedRun:
     return run
 
 
-def write_png(path: Path, colour: tuple[int, int, int] = (200, 30, 60)) -> Path:
+def write_png(path: Path, color: tuple[int, int, int] = (200, 30, 60)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (40, 30), colour).save(path)
+    Image.new("RGB", (40, 30), color).save(path)
     return path
 
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_named_in_one_sentence(run: LoadedRun, tmp_path: 
         ("nowhere.png", "check the path"),
         ("empty", "holds no images"),
         ("zero.png", "is empty"),
-        ("text.png", "no image that can be recognised"),
+        ("text.png", "no image that can be recognized"),
         ("cut.png", "broken or truncated"),
         ("notes.txt", "not named as an image"),
         ("mixed", "bad.png"),

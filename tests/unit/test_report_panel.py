@@ -31,15 +31,15 @@ QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0, "validati
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    home = tmp_path_factory.mktemp("panel")
+    site_dir = tmp_path_factory.mktemp("panel")
     wanted = {
         "fl": {"method": "fl"},
         "strict": {"method": "fl-dp", "epsilon": 4.0},
         "loose": {"method": "xcal", "epsilon": 8.0},
     }
     for name, keys in wanted.items():
-        xcal.run(home / name, **{**QUICK, **keys})
-    return {name: home / name for name in wanted}
+        xcal.run(site_dir / name, **{**QUICK, **keys})
+    return {name: site_dir / name for name in wanted}
 
 
 def entry(method: str, epsilon: float | None) -> Entry:
@@ -99,7 +99,7 @@ def test_a_panel_is_drawn(runs: dict[str, Path], tmp_path: Path, images: int) ->
     with Image.open(tmp_path / "panel.png") as drawn:
         assert not drawn.info
         pixels = np.asarray(drawn.convert("RGB"), dtype=int)
-    # The scale's top colour is at least in the bar, so something of every part was drawn.
+    # The scale's top color is at least in the bar, so something of every part was drawn.
     assert (np.abs(pixels - (255, 250, 200)).sum(axis=2) < 12).any()
     assert (pixels[:8] == 255).all() and (pixels[:, :8] == 255).all()  # margins stay free
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xcal.errors import UserError
 from xcal.explain import imputation
-from xcal.explain.imputation import impute, neighbour_sum
+from xcal.explain.imputation import impute, neighbor_sum
 from xcal.explain.road import (
     RoadSettings,
     removal_order,
@@ -70,7 +70,7 @@ def test_imputation_by_hand() -> None:
     removed = np.zeros((3, 3), dtype=bool)
     removed[1, 1] = True
     assert impute(image, removed) == pytest.approx((2 + 4 + 6 + 8) / 6 + (1 + 3 + 7 + 9) / 12)
-    # A hole in the corner has two direct and one diagonal neighbour.
+    # A hole in the corner has two direct and one diagonal neighbor.
     removed = np.zeros((3, 3), dtype=bool)
     removed[0, 0] = True
     expected = ((2 + 4) / 6 + 99 / 12) / (2 / 6 + 1 / 12)
@@ -106,8 +106,8 @@ def test_nothing_and_everything_removed() -> None:
         impute(np.ones((3, 4, 4)), np.ones((4, 4), dtype=bool))
 
 
-def test_neighbour_weights_sum_to_one_inside() -> None:
-    degree = neighbour_sum(np.ones((1, 4, 5)))[0]
+def test_neighbor_weights_sum_to_one_inside() -> None:
+    degree = neighbor_sum(np.ones((1, 4, 5)))[0]
     assert degree[1:-1, 1:-1] == pytest.approx(1)
     assert degree[0, 0] == pytest.approx(2 / 6 + 1 / 12)
     assert degree[0, 2] == pytest.approx(3 / 6 + 2 / 12)

@@ -93,7 +93,7 @@ def test_a_constant_map_masks_every_cell() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_precision_can_be_quantised(dtype: torch.dtype) -> None:
+def test_every_precision_can_be_quantized(dtype: torch.dtype) -> None:
     maps = torch.tensor([[[4.0, 3.0], [2.0, 1.0]]], dtype=dtype)
     assert top_cells(maps, 0.5, positive_only=True).flatten().tolist() == [True, True, False, False]
 
@@ -139,7 +139,7 @@ def test_fills() -> None:
     with pytest.raises(UserError, match="channels"):
         mask_images(images, cells, (1.0, 2.0))
     with pytest.raises(UserError, match="unknown"):
-        mask_images(images, cells, "grey")
+        mask_images(images, cells, "gray")
 
 
 def test_components_by_hand() -> None:
@@ -271,7 +271,7 @@ def test_an_empty_batch_gives_empty_tensors() -> None:
         {"alpha": -1.0},
         {"beta": math.inf},
         {"gamma": math.nan},
-        {"fill": "grey"},
+        {"fill": "gray"},
     ],
 )
 def test_nonsense_settings_are_refused(wrong: dict[str, float]) -> None:

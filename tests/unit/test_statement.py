@@ -21,7 +21,7 @@ def situation(**changes) -> Situation:
 def test_what_a_private_run_states():
     statement = json.loads(json.dumps(make_statement(situation())))
     assert "(2, 1e-05)-differentially private for one image (record)" in statement["promise"]
-    assert statement["neighbouring_relation"].startswith("zero-out")
+    assert statement["neighboring_relation"].startswith("zero-out")
     assert "Poisson" in statement["sampling"]
     assert "one fixed order" in statement["accounting"]
     assert statement["noise"] == "secure"
@@ -38,7 +38,7 @@ def test_the_text_says_all_that_the_values_say():
     text = "".join(statement_text(statement).split())  # lines may break at a hyphen
     for part in (
         statement["promise"],
-        statement["neighbouring_relation"],
+        statement["neighboring_relation"],
         statement["sampling"],
         statement["accounting"],
         statement["server_sees"],
@@ -53,7 +53,7 @@ def test_the_text_says_all_that_the_values_say():
 def test_a_run_without_a_guarantee_says_so_and_promises_nothing():
     statement = make_statement(situation(method="fl", plans={}, noise="seeded"))
     assert "no differential-privacy guarantee: epsilon is infinite" in statement["promise"]
-    for key in ("unit", "neighbouring_relation", "sampling", "noise", "accounting"):
+    for key in ("unit", "neighboring_relation", "sampling", "noise", "accounting"):
         assert statement[key] is None
     assert statement["assumptions"] == []
     assert statement["clients"] == []

@@ -35,7 +35,7 @@ EACH = 6
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
 
 
 def picture(shade: int) -> bytes:
@@ -171,7 +171,7 @@ def test_a_set_read_without_its_patients_is_not_taken_for_the_same(
     old = import_dataset(table, name="ward", pixels=16)
     assert old.info.group_name == RECORD_GROUPS
     monkeypatch.undo()
-    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-home"))
+    monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
     with pytest.raises(UserError, match="--replace"):
         import_dataset(table, name="ward", pixels=16)
     new = import_dataset(table, name="ward", pixels=16, replace=True)
@@ -198,14 +198,14 @@ def test_images_that_name_nobody_make_no_groups(tmp_path: Path, invoke: Invoke) 
 def test_a_promise_per_group_needs_groups(tmp_path: Path, invoke: Invoke) -> None:
     table = csv_of(tmp_path / "ward", "path,label,remark")
     assert invoke("data", "import", str(table), *SMALL)[0] == 0
-    home = tmp_path / "home"
-    create(home / "ledger.sqlite", Terms("ward", "group", 30.0, 1e-2))
+    site_dir = tmp_path / "site"
+    create(site_dir / "ledger.sqlite", Terms("ward", "group", 30.0, 1e-2))
     out = tmp_path / "run"
-    code, _, err = invoke("run", *words(unit="group", homes=[str(home)]), "--out", str(out))
+    code, _, err = invoke("run", *words(unit="group", sites=[str(site_dir)]), "--out", str(out))
     assert code == 2
     assert len(err.strip().splitlines()) == 1
     assert not out.exists()
-    assert not runs_of(read_rows(home / "ledger.sqlite"))
+    assert not runs_of(read_rows(site_dir / "ledger.sqlite"))
     # Without groups the default is one image.
     assert prepare(make_experiment(KEYS)).experiment.unit == "record"
 
@@ -343,15 +343,15 @@ def test_a_split_column_that_parts_a_person_is_named(tmp_path: Path, invoke: Inv
 
 @pytest.fixture
 def hospital(tmp_path: Path) -> dict[str, Any]:
-    """A run at the home of a real population."""
+    """A run at the site of a real population."""
     import_dataset(csv_of(tmp_path / "ward"), name="ward", pixels=16)
-    home = tmp_path / "home"
-    create(home / "ledger.sqlite", Terms("ward 7", "group", 30.0, 1e-2))
-    return {**KEYS, "homes": [str(home)], "road_images": 4, "road_test_images": None}
+    site_dir = tmp_path / "site"
+    create(site_dir / "ledger.sqlite", Terms("ward 7", "group", 30.0, 1e-2))
+    return {**KEYS, "sites": [str(site_dir)], "road_images": 4, "road_test_images": None}
 
 
 def charged(keys: dict[str, Any]) -> int:
-    return len(runs_of(read_rows(Path(keys["homes"][0]) / "ledger.sqlite")))
+    return len(runs_of(read_rows(Path(keys["sites"][0]) / "ledger.sqlite")))
 
 
 def test_a_hospitals_own_images_are_not_measured_unless_somebody_agrees(
@@ -438,9 +438,9 @@ def test_no_constants_of_a_hospitals_images(tmp_path: Path, hospital: dict[str, 
 
 
 def test_simulated_homes_measure_as_before(tmp_path: Path, hospital: dict[str, Any]) -> None:
-    home = tmp_path / "simulated"
-    create(home / "ledger.sqlite", Terms("made up", "group", 30.0, 1e-2, simulated=True))
-    made = prepare(make_experiment({**hospital, "homes": [str(home)]}))
+    site_dir = tmp_path / "simulated"
+    create(site_dir / "ledger.sqlite", Terms("made up", "group", 30.0, 1e-2, simulated=True))
+    made = prepare(make_experiment({**hospital, "sites": [str(site_dir)]}))
     assert len(made.data.test)
     assert not len(prepare(make_experiment(hospital)).data.test)
 
@@ -458,14 +458,14 @@ def test_a_hospital_that_only_trains_gives_up_nobody(tmp_path: Path, invoke: Inv
 
 def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: Path) -> None:
     from wire import ask, changed
-    from xcal.federation.home import ClientHome, HomeTable, create_home
-    from xcal.federation.home_check import check_home
     from xcal.federation.messages import Refusal, Reply
     from xcal.federation.policy import Policy
+    from xcal.federation.site_check import check_site
+    from xcal.federation.site_directory import SiteDirectory, SiteTable, create_site
 
     table = csv_of(tmp_path / "ward", "path,label,remark")
     table.write_text(table.read_text().replace("0.png,well", "0.png,third", 1))  # three classes
-    made = HomeTable(client="0", population="ward", data="ward", threads=1)
+    made = SiteTable(client="0", population="ward", data="ward", threads=1)
     policy = Policy(
         epsilon_total=20.0,
         delta_total=1e-2,
@@ -476,31 +476,31 @@ def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: P
         networks=("support:micro",),
         unit="group",
     )
-    home = create_home(tmp_path / "home", made, policy, unit="group").path
+    site_dir = create_site(tmp_path / "site", made, policy, unit="group").path
     import_dataset(table, name="ward", pixels=16)
-    assert ask(home, changed(unit="group")) == Refusal("0", "data")
-    assert ask(home, changed(unit=None)) == Refusal("0", "experiment-invalid")
-    assert not runs_of(read_rows(home / "ledger.sqlite"))
-    assert "unit = 'group'" in ClientHome.open(home).refusals()[0]["detail"]
-    assert "problem" in {finding.level for finding in check_home(ClientHome.open(home))}
+    assert ask(site_dir, changed(unit="group")) == Refusal("0", "data")
+    assert ask(site_dir, changed(unit=None)) == Refusal("0", "experiment-invalid")
+    assert not runs_of(read_rows(site_dir / "ledger.sqlite"))
+    assert "unit = 'group'" in SiteDirectory.open(site_dir).refusals()[0]["detail"]
+    assert "problem" in {finding.level for finding in check_site(SiteDirectory.open(site_dir))}
     import_dataset(table, name="ward", pixels=16, one_image_per_person=True, replace=True)
-    assert isinstance(ask(home, changed(unit="group")), Reply)
+    assert isinstance(ask(site_dir, changed(unit="group")), Reply)
 
 
 def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
     from xcal.experiments import to_toml
-    from xcal.federation.home import HomeTable, create_home
-    from xcal.federation.home_check import check_home
     from xcal.federation.policy import Policy
+    from xcal.federation.site_check import check_site
+    from xcal.federation.site_directory import SiteTable, create_site
 
     keys = {k: v for k, v in TINY.items() if k != "unit"}
     (tmp_path / "trial.toml").write_text(to_toml(keys))
-    about = HomeTable(
+    about = SiteTable(
         client="0", population="p", experiment=str(tmp_path / "trial.toml"), simulated=True, seed=1
     )
     policy = Policy(
         epsilon_total=8.0, delta_total=1e-3, epsilon_run=8.0, delta_run=1e-3, unit="group"
     )
-    home = create_home(tmp_path / "home", about, policy, unit="group")
-    assert home.trial().unit == "group"
-    assert [f for f in check_home(home) if f.level == "problem"] == []
+    site_dir = create_site(tmp_path / "site", about, policy, unit="group")
+    assert site_dir.trial().unit == "group"
+    assert [f for f in check_site(site_dir) if f.level == "problem"] == []

@@ -214,7 +214,7 @@ def test_nothing_overlaps_or_is_cut_on_paper(browser: Any, page_path: Path) -> N
             assert apart_across or apart_down, (one["id"], other["id"])
     wide = "[...document.querySelectorAll('table')].filter((t) => t.offsetWidth > 704).length"
     assert page.evaluate(wide) == 0
-    # Legends have the colours of paper, also where the screen is dark.
+    # Legends have the colors of paper, also where the screen is dark.
     assert page.evaluate(CONTRAST, ["--tone-0", "--page"]) >= 4.5
     # Back on the screen: folded parts are folded, plots are as wide as their frames again.
     page.emulate_media(media="screen")

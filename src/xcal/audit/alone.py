@@ -1,4 +1,4 @@
-"""One client, trained by the real rounds, with everything it lets out written down.
+"""One client, trained by the real rounds, with everything it releases written down.
 
 The audited client stands alone: the server's view of a client does not depend on the others, and
 a model that is one client's alone is the easiest to attack.
@@ -23,8 +23,8 @@ from xcal.dp.ledger.rows import Charge, Terms, charges_of, read_rows
 from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.errors import UserError
 from xcal.federation.exchange import RoundRequest, Weights
+from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
-from xcal.federation.site import Site
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import StepRecord, trainable
 from xcal.methods.registry import method_of
@@ -65,7 +65,7 @@ def load_flat(model: nn.Module, values: Tensor) -> None:
 
 
 @contextmanager
-def _home(keep: Path | None) -> Iterator[Path]:
+def _site_dir(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         yield keep
         return
@@ -81,7 +81,7 @@ def train_alone(
     observe: Observer | None = None,
     make_engine: Callable[..., ClippingEngine] = ClippingEngine,
     noise: NoiseSource | None = None,
-    home: Path | None = None,
+    site_dir: Path | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Trained:
     """Train all rounds of one client through `client_round`: real sampler, clipping, noise, filter.
@@ -91,11 +91,11 @@ def train_alone(
     if observe is not None and experiment.optimizer != "sgd":
         raise UserError(
             "The audit reads releases off the weights, so it needs optimizer = 'sgd': any other"
-            " optimiser only processes the same releases further."
+            " optimizer only processes the same releases further."
         )
     method = method_of(experiment)
     plan = method.plan(experiment, data.units, experiment.rounds)
-    with _home(home) as folder:
+    with _site_dir(site_dir) as folder:
         path = folder / "ledger.sqlite"
         terms = Terms(
             population="audited client",
@@ -111,9 +111,9 @@ def train_alone(
             built.append(build_network(experiment, classes))
             return built[-1]
 
-        site = Site(
+        site = LoadedSite(
             client="0",
-            home=folder,
+            site_dir=folder,
             data=data,
             noise=noise or SeededNoise(experiment.seed),
             build_model=build,
@@ -132,7 +132,7 @@ def train_alone(
                 return
             now = flat(trainable(built[-1]))
             load_flat(watched, before)
-            observe(watched, (before - now) * (experiment.batch / experiment.lr))
+            observe(watched, (before - now) * (experiment.expected_batch_size / experiment.lr))
             before = now
 
         sent: list[Tensor] = []

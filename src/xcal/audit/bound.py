@@ -2,7 +2,7 @@
 
 m canaries are put into the training data, each by a fair coin of its own. Whoever watches the run
 guesses, for some of them, whether they were in. If the mechanism is (ε, δ)-DP in each canary (the
-neighbour is a null unit that contributes zero), the number of right guesses is bounded as below,
+neighbor is a null unit that contributes zero), the number of right guesses is bounded as below,
 so that too many right guesses refute (ε, δ).
 """
 

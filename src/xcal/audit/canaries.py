@@ -3,7 +3,7 @@
 Two kinds. An *input* canary is a picture with a label it does not deserve: it goes through the
 network, the clipping and the signal like any other. A *gradient* canary has no picture: where it is
 drawn, a fixed direction of norm C is added to the sum of clipped gradients, the most that any unit
-can do. A canary whose coin said no stays a unit that is drawn and contributes zero: the neighbour
+can do. A canary whose coin said no stays a unit that is drawn and contributes zero: the neighbor
 of the guarantee, with the same declared number of units.
 """
 
@@ -174,7 +174,7 @@ def blank_pictures(count: int, pixels: int) -> Images:
     return _pictures(np.zeros((count, pixels, pixels, 3), np.uint8), np.zeros(count, np.int64))
 
 
-def mislabelled(source: Images, classes: int, seed: int) -> Images:
+def mislabeled(source: Images, classes: int, seed: int) -> Images:
     """Real pictures under another label than their own."""
     shift = np.random.default_rng([seed, 0x1ABE1]).integers(1, classes, len(source))
     return _pictures(np.asarray(source.pixels), (source.labels + shift) % classes)

@@ -108,7 +108,7 @@ def audit_clients(
 def _norm(state: object, experiment: Experiment) -> float:
     """What updates are clipped to in a round that begins with this state."""
     adapted = state.clip if isinstance(state, ClipState) else None
-    return experiment.clip if adapted is None else adapted
+    return experiment.max_grad_norm if adapted is None else adapted
 
 
 def _answer(client: int, weights: Weights, directions: Directions, length: float) -> RoundReply:

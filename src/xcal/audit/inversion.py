@@ -121,7 +121,9 @@ def update_of(experiment: Experiment, images: Images, classes: int) -> Update:
     trained = train_alone(experiment, data, classes)
     model = build_network(experiment, classes).double()
     load_flat(model, trained.first.double())
-    moved = (trained.first.double() - trained.final.double()) * (experiment.batch / experiment.lr)
+    moved = (trained.first.double() - trained.final.double()) * (
+        experiment.expected_batch_size / experiment.lr
+    )
     parameters = list(trainable(model).values())
     pieces = torch.split(moved, [p.numel() for p in parameters])
     gradient = tuple(g.view_as(p) for g, p in zip(pieces, parameters, strict=True))
@@ -154,7 +156,7 @@ def dlg(update: Update, labels: Tensor, settings: Settings) -> Tensor:
     """Deep leakage from gradients: the squared distance, by L-BFGS."""
     guess = _start(update, settings.seed)
     scale = sum(float(g.square().sum()) for g in update.gradient) or 1.0
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [guess],
         max_iter=settings.dlg_steps,
         max_eval=2 * settings.dlg_steps,
@@ -172,16 +174,16 @@ def dlg(update: Update, labels: Tensor, settings: Settings) -> Tensor:
         (guess.grad,) = torch.autograd.grad(total, guess)
         return float(total.detach())
 
-    optimiser.step(distance)
+    optimizer.step(distance)
     return guess.detach()
 
 
 def cosine(update: Update, labels: Tensor, settings: Settings) -> Tensor:
     """The angle between gradients with a total-variation prior, by Adam on signs."""
     guess = _start(update, settings.seed)
-    optimiser = torch.optim.Adam([guess], lr=settings.cosine_rate)
+    optimizer = torch.optim.Adam([guess], lr=settings.cosine_rate)
     marks = [int(settings.cosine_steps * share) for share in (3 / 8, 5 / 8, 7 / 8)]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, marks, gamma=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, marks, gamma=0.1)
     low, high = ((0 - _MEAN) / _STD), ((1 - _MEAN) / _STD)
     length = math.sqrt(sum(float(g.square().sum()) for g in update.gradient)) or 1.0
     best, best_value = guess.detach().clone(), math.inf
@@ -196,7 +198,7 @@ def cosine(update: Update, labels: Tensor, settings: Settings) -> Tensor:
         if float(value.detach()) < best_value:
             best, best_value = guess.detach().clone(), float(value.detach())
         guess.grad = slope.sign()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         with torch.no_grad():
             guess.copy_(torch.minimum(torch.maximum(guess, low), high))
@@ -216,13 +218,13 @@ def matched(originals: Tensor, found: Tensor) -> Tensor:
 def relit(originals: Tensor, found: Tensor) -> Tensor:
     """Found pictures with the originals' mean and deviation in every channel.
 
-    For a network that standardises its input, whose gradient holds neither. It flatters the attack.
+    For a network that standardizes its input, whose gradient holds neither. It flatters the attack.
     """
     axes = (2, 3)
-    centred = found - found.mean(axes, keepdim=True)
+    centered = found - found.mean(axes, keepdim=True)
     spread = found.std(axes, keepdim=True).clamp_min(1e-6)
     wanted = originals.std(axes, keepdim=True)
-    return (centred / spread * wanted + originals.mean(axes, keepdim=True)).clamp(0, 1)
+    return (centered / spread * wanted + originals.mean(axes, keepdim=True)).clamp(0, 1)
 
 
 def invert(
@@ -233,7 +235,7 @@ def invert(
     network: str,
     epsilon: float | None,
     settings: Settings,
-    standardised: bool = False,
+    standardized: bool = False,
 ) -> Inverted:
     """Run one attack and measure what it found."""
     labels = read_label(update) if len(update.labels) == 1 else update.labels
@@ -243,7 +245,7 @@ def invert(
         )
     raw = ATTACKS[attack](update, labels, settings)
     originals = to_pixels(update.originals)
-    if standardised:
+    if standardized:
         found = relit(originals, raw.double())
     else:
         found = to_pixels(raw)
@@ -280,7 +282,13 @@ def experiment_for(
 ) -> Experiment:
     """One round of the base experiment: plain, or under static noise at ε."""
     keys = base.model_dump()
-    keys |= {"network": network, "rounds": 1, "clients": 1, "local_epochs": 1, "batch": batch}
+    keys |= {
+        "network": network,
+        "rounds": 1,
+        "clients": 1,
+        "local_epochs": 1,
+        "expected_batch_size": batch,
+    }
     keys |= {"method": "fl" if epsilon is None else "fl-dp"}
     keys |= {"optimizer": "sgd"} | ({} if epsilon is None else {"epsilon": epsilon})
     return make_experiment(keys, "the audit")
@@ -300,7 +308,7 @@ def invert_all(
 ) -> list[Inverted]:
     """Every attack on single steps of one picture and on a whole round, plain and at each ε."""
     settings = settings or Settings()
-    standardised = network == "small"
+    standardized = network == "small"
     results = []
     for epsilon in epsilons:
         one = experiment_for(base, network=network, epsilon=epsilon, batch=1)
@@ -316,7 +324,7 @@ def invert_all(
                 network=network,
                 epsilon=epsilon,
                 settings=settings,
-                standardised=standardised,
+                standardized=standardized,
             )
             parts = []
             for update in singles:

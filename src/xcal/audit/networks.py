@@ -1,6 +1,6 @@
 """The network that gradient inversion was first shown on: LeNet with smooth activations.
 
-Gradients of smooth networks without normalisation carry the picture itself, brightness and all, so
+Gradients of smooth networks without normalization carry the picture itself, brightness and all, so
 an attack that fails here because of the noise fails because of the noise and not because of the
 network.
 """
@@ -33,7 +33,7 @@ class SmoothLeNet(nn.Module):
 
 
 def _build(classes: int, strides: tuple[int, ...], seed: int | None) -> SmoothLeNet:
-    with torch.device("meta"):  # torch's own initialisation draws nothing
+    with torch.device("meta"):  # torch's own initialization draws nothing
         network = SmoothLeNet(classes, strides)
     network = network.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0 if seed is None else seed)

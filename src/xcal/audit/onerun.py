@@ -25,7 +25,7 @@ from xcal.audit.canaries import (
     Directions,
     Planted,
     blank_pictures,
-    mislabelled,
+    mislabeled,
     plant,
     random_pictures,
     toss_coins,
@@ -58,7 +58,7 @@ class Audit:
     """One method, one kind of canary, one view."""
 
     method: str
-    canary: str  # "gradient", "mislabelled" or "random"
+    canary: str  # "gradient", "mislabeled" or "random"
     view: str
     canaries: int
     units: int
@@ -207,11 +207,11 @@ def _pictures(
         return blank_pictures(count, side)
     if canary == "random":
         return random_pictures(count, side, classes, seed)
-    if canary == "mislabelled":
+    if canary == "mislabeled":
         if given is None or len(given) < count:
             raise UserError(f"{count} canaries need as many pictures that are not in training.")
-        return mislabelled(given.take(np.arange(count)), classes, seed)
-    raise UserError(f"Unknown canary {canary!r}: choose gradient, mislabelled or random.")
+        return mislabeled(given.take(np.arange(count)), classes, seed)
+    raise UserError(f"Unknown canary {canary!r}: choose gradient, mislabeled or random.")
 
 
 def _with_gradients(
@@ -241,7 +241,7 @@ def _with_gradients(
     trained = train_alone(
         experiment, data, classes, observe=watcher, make_engine=Engine, on_step=on_step
     )
-    rate = experiment.batch / data.units
+    rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
     per_step, per_round, total = (np.zeros(planted.canaries) for _ in range(3))
@@ -276,12 +276,14 @@ def _with_inputs(
     watcher = InputWatcher(images, labels)
     data = CanaryData(planted.images, planted.included, in_gradient=False)
     trained = train_alone(experiment, data, classes, observe=watcher, on_step=on_step)
-    rate = experiment.batch / data.units
+    rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     per_step = np.zeros(planted.canaries)
     for reading, norm, sigma in zip(watcher.readings, watcher.norms, sigmas, strict=True):
-        z = (reading - np.median(reading)) / experiment.clip  # others' gradients move all alike
-        shift = np.minimum(norm / experiment.clip, 1.0)
+        z = (
+            reading - np.median(reading)
+        ) / experiment.max_grad_norm  # others' gradients move all alike
+        shift = np.minimum(norm / experiment.max_grad_norm, 1.0)
         if sigma > 0:
             per_step += mixture_ratio(z, steps=1, rate=rate, deviation=sigma, shift=shift)
         else:

@@ -1,4 +1,4 @@
-"""Reading canaries off what a training lets out."""
+"""Reading canaries off what a training releases."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ BASE: dict[str, Any] = {
     "unit": "record",  # a canary is one image
 }
 # Few, large steps: gradient canaries need no learning, only many releases.
-FOR_GRADIENTS: dict[str, Any] = {"batch": 128, "rounds": 4}
+FOR_GRADIENTS: dict[str, Any] = {"expected_batch_size": 128, "rounds": 4}
 # Long enough that a model without privacy learns its training set by heart.
-FOR_INPUTS: dict[str, Any] = {"batch": 32, "rounds": 15, "lr": 0.3}
-FOR_MEMBERSHIP: dict[str, Any] = {"batch": 20, "rounds": 30, "lr": 0.3}
+FOR_INPUTS: dict[str, Any] = {"expected_batch_size": 32, "rounds": 15, "lr": 0.3}
+FOR_MEMBERSHIP: dict[str, Any] = {"expected_batch_size": 20, "rounds": 30, "lr": 0.3}
 # Short steps: the attacker takes a whole round for one gradient.
 FOR_INVERSION: dict[str, Any] = {"lr": 0.001}
 
@@ -133,7 +133,7 @@ class Suite:
         return catalog.load(self._shown.data, pixels=self._shown.pixels, seed=0, **options)
 
     def one_run(self) -> list[dict[str, Any]]:
-        """Canaries in every method: gradients, mislabelled images, whole clients."""
+        """Canaries in every method: gradients, mislabeled images, whole clients."""
         effort, rows = self.effort, list[dict[str, Any]]()
         data = self._data(max(effort.benign, effort.input_benign) + effort.input_canaries)
         classes = len(data.classes)
@@ -144,10 +144,10 @@ class Suite:
                 work.append((name, "client"))
             elif clips_units(method):
                 work.append((name, "gradient"))
-            work.append((name, "mislabelled"))
+            work.append((name, "mislabeled"))
 
         def canaries_in(name: str, canary: str) -> list[dict[str, Any]]:
-            defaults = FOR_INPUTS if canary == "mislabelled" else FOR_GRADIENTS
+            defaults = FOR_INPUTS if canary == "mislabeled" else FOR_GRADIENTS
             experiment = _experiment(self.keys, defaults, name)
             method = method_of(experiment)
             if canary == "client":

@@ -107,7 +107,7 @@ def show_command(
     pixels: int | None = typer.Option(None, help="Which size, where there are several."),
     sheet: Path | None = typer.Option(None, help="Also write a contact sheet to this PNG."),
 ) -> None:
-    """Show counts per split, class and group, sizes, licence; and a contact sheet."""
+    """Show counts per split, class and group, sizes, license; and a contact sheet."""
     from xcal.data.describe import show_dataset
     from xcal.data.pictures import contact_sheet
 

@@ -106,7 +106,7 @@ def _summary(found: dict[str, Any]) -> Table:
             ("insertion AUC", explained["insertion_auc"], "higher is better, 0 to 1"),
             ("deletion AUC", explained["deletion_auc"], "lower is better, 0 to 1"),
         ]
-        place = explained.get("localisation")
+        place = explained.get("localization")
         if place is not None:
             area = number(place["area"])
             rows += [

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from xcal.cli.home import make_home
+from xcal.cli.site import make_site
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -77,7 +77,7 @@ def join_command(
         None, "--renew", help="A party's existing folder: a new key for a new certificate."
     ),
 ) -> None:
-    """Site: make a key and a request. The key never leaves the folder."""
+    """LoadedSite: make a key and a request. The key never leaves the folder."""
     from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.parties import Invitation, Party
 
@@ -124,7 +124,7 @@ def accept_command(
     folder: Path = typer.Argument(..., help="The party's folder."),
     answer: Path = typer.Argument(..., help="The coordinator's answer."),
     data: str | None = typer.Option(
-        None, help="Make a site's home too: the imported data set it trains on."
+        None, help="Make a site's site too: the imported data set it trains on."
     ),
     population: str | None = typer.Option(None, help="With --data: whose data these are."),
     epsilon: float | None = typer.Option(
@@ -142,10 +142,10 @@ def accept_command(
         None, help="With --data: declared number of units, at least as many as there are."
     ),
 ) -> None:
-    """Site: build the kit from the answer, with hardened policies, and check it.
+    """LoadedSite: build the kit from the answer, with hardened policies, and check it.
 
-    With --data, --population, --epsilon and --delta it also makes the site's home and its
-    policy.toml, as `xcal home init` does.
+    With --data, --population, --epsilon and --delta it also makes the site's site and its
+    policy.toml, as `xcal site init` does.
     """
     from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.check import check_party
@@ -155,15 +155,15 @@ def accept_command(
     terms = (data, population, epsilon, delta)
     if any(t is not None for t in terms):
         if any(t is None for t in terms):
-            raise UserError("A home needs all of --data, --population, --epsilon and --delta.")
-        if party.about.role != "site" or party.home.exists():
-            raise UserError(f"{folder} needs no home: leave out --data and what goes with it.")
+            raise UserError("A site needs all of --data, --population, --epsilon and --delta.")
+        if party.about.role != "site" or party.site_dir.exists():
+            raise UserError(f"{folder} needs no site: leave out --data and what goes with it.")
     provision.accept(party, answer)
     say(f"Built the kit in {party.kit}: no foreign code, no shell, no log streaming.")
     if data is not None:
         assert population is not None and epsilon is not None and delta is not None
-        make_home(
-            party.home,
+        make_site(
+            party.site_dir,
             client=party.about.name,
             population=population,
             epsilon=epsilon,
@@ -174,10 +174,10 @@ def accept_command(
             unit=unit,
             units=units,
         )
-    elif party.about.role == "site" and not party.home.exists():
-        say("Now give it a home with your data and your terms, which only you can change:")
+    elif party.about.role == "site" and not party.site_dir.exists():
+        say("Now give it a site with your data and your terms, which only you can change:")
         say(
-            f"  xcal home init {party.home} --client {party.about.name} --data NAME"
+            f"  xcal site init {party.site_dir} --client {party.about.name} --data NAME"
             " --population WHO --epsilon 5 --delta 1e-4"
         )
     for finding in check_party(party):
@@ -333,7 +333,7 @@ def fetch_command(
     lead: Path | None = LEAD,
     out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
 ) -> None:
-    """Lead: bring a run's results home."""
+    """Lead: bring a run's results site."""
     from xcal.federation.nvflare import runs
 
     for line in runs.fetch(_lead(lead), run, out):

@@ -14,12 +14,12 @@ from xcal.cli import (
     evaluate,
     explain,
     federation,
-    home,
     ledger,
     panel,
     plan,
     report,
     run,
+    site,
     study,
 )
 from xcal.cli.interrupts import INTERRUPTED, interrupted, noting
@@ -59,7 +59,7 @@ app.command("panel")(panel.panel_command)
 app.command("study")(study.study_command)
 app.command("report")(report.report_command)
 app.add_typer(ledger.app, name="ledger")
-app.add_typer(home.app, name="home")
+app.add_typer(site.app, name="site")
 app.add_typer(data.app, name="data")
 app.add_typer(federation.app, name="federation")
 

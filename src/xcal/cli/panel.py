@@ -12,7 +12,7 @@ def panel_command(
     out: Path = typer.Option(Path("panel.png"), help="The picture to write."),
     images: int = typer.Option(4, min=1, max=64, help="How many test images to show."),
 ) -> None:
-    """Draw what each run's model looks at: rows are methods, columns are ε, one colour scale."""
+    """Draw what each run's model looks at: rows are methods, columns are ε, one color scale."""
     from xcal.report.panel import save_panel
 
     save_panel(out, runs, images)

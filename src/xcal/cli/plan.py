@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXPLAINED = {
     "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
     "units": "declared number of units n at one client",
-    "batch": "expected batch B",
+    "expected_batch_size": "expected batch size B",
     "rounds": "rounds the client takes part in",
     "steps": "planned steps K over all rounds",
     "sample_rate": "Poisson rate B/n",

@@ -62,8 +62,8 @@ def run_command(
                 "Say where the run goes with --out DIR, or continue one with --resume DIR."
             )
         made, given = load_experiment(experiment, sets)
-        if engine == "flower" and made.homes is not None:
-            raise UserError("Flower's simulation makes homes of its own: leave out homes.")
+        if engine == "flower" and made.sites is not None:
+            raise UserError("Flower's simulation makes sites of its own: leave out sites.")
         console.print(f"Preparing {made.data} for {made.method}, {made.clients} clients …")
         if (found := with_constants(made)) != made:
             console.print(f"Constants of the public validation images are in {found.weights}.")

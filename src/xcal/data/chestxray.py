@@ -95,7 +95,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         task=wanted or ANY_FINDING,
         classes=classes,
         group_name=group_name_of(patient),
-        licence="NIH public release, CC0",
+        license="NIH public release, CC0",
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=tuple(notes),

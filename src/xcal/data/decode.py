@@ -58,7 +58,7 @@ def strict_decoding() -> Iterator[None]:
 def decode_image(data: bytes, name: str, pixels: int) -> tuple[Square, tuple[int, int]]:
     """The image as (pixels, pixels, 3) of uint8, and its own width and height.
 
-    The whole picture is kept: sides are scaled apart, with antialiasing. Grey becomes three equal
+    The whole picture is kept: sides are scaled apart, with antialiasing. Gray becomes three equal
     channels. Values beyond eight bits are scaled by the image's own range. Raises `BadFile`.
     """
     formats = FORMATS[PurePosixPath(name).suffix.lower()]
@@ -78,7 +78,7 @@ def decode_image(data: bytes, name: str, pixels: int) -> tuple[Square, tuple[int
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadFile("is too large: unpacking it would exhaust memory") from error
     except UnidentifiedImageError as error:
-        raise BadFile("is no image that can be recognised") from error
+        raise BadFile("is no image that can be recognized") from error
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error) as error:
         raise BadFile(f"is broken or truncated ({error})") from error
 
@@ -95,7 +95,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray(to_eight_bits(np.asarray(image)))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    # Grey is resized as one channel: the same result for a third of the work.
+    # Gray is resized as one channel: the same result for a third of the work.
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 

@@ -30,7 +30,7 @@ class Description:
             "groups_known": self.data.groups_known,
             "groups_declared": self.data.groups_declared,
             "shared_groups": self.data.shared_groups,
-            "licence": self.data.licence,
+            "license": self.data.license,
             "splits": {split: asdict(counts) for split, counts in self.splits.items()},
         }
         if self.info is not None:
@@ -49,7 +49,7 @@ class Description:
         side = self.data.train.pixels.shape[1]
         lines = [
             f"{self.data.name}: {side}×{side} pixels, {len(self.data.classes)} classes, "
-            f"licence: {self.data.licence}",
+            f"license: {self.data.license}",
             self.people(),
             "",
         ]

@@ -77,43 +77,43 @@ def _picture(dataset: Any, pixels: int) -> tuple[Square, tuple[int, int]]:
         values: NDArray[Any] = np.asarray(dataset.pixel_array)
     except Exception as error:  # pydicom raises almost anything on damaged or compressed data
         raise BadFile(f"has pixels that cannot be decoded ({type(error).__name__})") from error
-    colours = int(dataset.get("SamplesPerPixel", 1) or 1)
-    if values.ndim == (4 if colours > 1 else 3):
+    colors = int(dataset.get("SamplesPerPixel", 1) or 1)
+    if values.ndim == (4 if colors > 1 else 3):
         values = values[0]
     kind = str(dataset.get("PhotometricInterpretation", "MONOCHROME2"))
-    if colours > 1:
-        return squared(_colour(values, kind), pixels), (width, height)
+    if colors > 1:
+        return squared(_color(values, kind), pixels), (width, height)
     slope = float(dataset.get("RescaleSlope", 1) or 1)
     values = values.astype(np.float64) * slope + float(dataset.get("RescaleIntercept", 0) or 0)
     low, high = _window(dataset)
-    grey = to_eight_bits(values, low, high)
+    gray = to_eight_bits(values, low, high)
     if kind == "MONOCHROME1":
-        grey = 255 - grey
-    return squared(Image.fromarray(grey), pixels), (width, height)
+        gray = 255 - gray
+    return squared(Image.fromarray(gray), pixels), (width, height)
 
 
-def _colour(values: NDArray[Any], kind: str) -> Image.Image:
+def _color(values: NDArray[Any], kind: str) -> Image.Image:
     if values.dtype != np.uint8 or values.shape[-1] != 3:
-        raise BadFile(f"has colours of a kind that is not read ({kind})")
+        raise BadFile(f"has colors of a kind that is not read ({kind})")
     if kind.startswith("YBR_FULL"):
         channels = [Image.fromarray(np.ascontiguousarray(values[..., i])) for i in range(3)]
         return Image.merge("YCbCr", channels).convert("RGB")
     if kind != "RGB":
-        raise BadFile(f"has colours of a kind that is not read ({kind})")
+        raise BadFile(f"has colors of a kind that is not read ({kind})")
     return Image.fromarray(values)
 
 
 def _window(dataset: Any) -> tuple[float | None, float | None]:
     """The first window's darkest and brightest value, by the DICOM standard's linear formula."""
-    centre, width = dataset.get("WindowCenter"), dataset.get("WindowWidth")
+    center, width = dataset.get("WindowCenter"), dataset.get("WindowWidth")
     try:
-        centre = float(centre[0] if hasattr(centre, "__getitem__") else centre)
+        center = float(center[0] if hasattr(center, "__getitem__") else center)
         width = float(width[0] if hasattr(width, "__getitem__") else width)
     except (TypeError, ValueError, IndexError):
         return None, None
     if not width > 1:
         return None, None
-    return centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
+    return center - 0.5 - (width - 1) / 2, center - 0.5 + (width - 1) / 2
 
 
 def _read(data: bytes, *, header_only: bool) -> Any:

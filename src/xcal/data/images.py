@@ -37,7 +37,7 @@ class Images:
             first = len(shape) == 4 and shape[1] == 3
             raise ValueError(
                 f"pixels must be uint8 of shape (N, H, W, 3), not {self.pixels.dtype} of "
-                f"shape {shape}" + (": colours come last" if first else "")
+                f"shape {shape}" + (": colors come last" if first else "")
             )
         if len(self.pixels) and shape[1] != shape[2]:
             raise ValueError(f"pixels must be square images, not {shape[1]}×{shape[2]}")
@@ -83,7 +83,7 @@ class ImageData:
     name: str
     classes: tuple[str, ...]
     group_name: str
-    licence: str
+    license: str
     train: Images
     validation: Images
     test: Images
@@ -93,7 +93,7 @@ class ImageData:
     """Whether somebody declared by hand that no two images show one person."""
 
     def __post_init__(self) -> None:
-        for name in ("name", "group_name", "licence"):
+        for name in ("name", "group_name", "license"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
         if not isinstance(self.classes, tuple) or len(set(self.classes)) < len(self.classes):

@@ -1,4 +1,4 @@
-"""`xcal data import`: recognise what was downloaded, decode it once, keep it."""
+"""`xcal data import`: recognize what was downloaded, decode it once, keep it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
 from xcal.data.medmnist import medmnist
 from xcal.data.store import DatasetInfo, SplitCounts
-from xcal.data.table import find_labelled_table, labelled_table
+from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError
 
 Kind = Literal["auto", "blood-cells", "chest-xray14", "isic", "medmnist", "csv", "folders"]
@@ -99,7 +99,7 @@ def import_dataset(
     try:
         with strict_decoding():
             columns = ColumnChoice(path_column, label_column, group_column)
-            listing = recognise(path, files, kind, task, columns)
+            listing = recognize(path, files, kind, task, columns)
             if one_image_per_person:
                 listing = _one_each(listing)
             name = store.check_name(name or listing.default_name)
@@ -151,7 +151,7 @@ def _one_each(listing: Listing) -> Listing:
     return replace(listing, group_name="person")
 
 
-def recognise(
+def recognize(
     path: Path, files: Files | None, kind: Kind, task: str | None, columns: ColumnChoice
 ) -> Listing:
     """Find out which layout it is (`auto`), and read all but the images."""
@@ -185,9 +185,9 @@ def recognise(
     if kind == "blood-cells" or looks_like_cells:
         return blood_cells(files)
     if kind in ("auto", "csv"):
-        table = given or find_labelled_table(files, columns)
+        table = given or find_labeled_table(files, columns)
         if table is not None:
-            return labelled_table(files, table, plain_name, columns)
+            return labeled_table(files, table, plain_name, columns)
         if kind == "csv":
             there = tables(files)
             raise UserError(
@@ -299,7 +299,7 @@ def _decode_all(
             task=listing.task,
             classes=listing.classes,
             group_name=listing.group_name,
-            licence=listing.licence,
+            license=listing.license,
             splits=counts,
             original_sizes=tuple((f"{w}×{h}", n) for (w, h), n in sizes.most_common(10)),
             skipped=tuple(bad),

@@ -133,7 +133,7 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         task="diagnosis" if by_diagnosis else "malignant",
         classes=classes,
         group_name=group_name,
-        licence="CC BY-NC 4.0 (HAM10000)" if is_ham else "unknown (ISIC archive)",
+        license="CC BY-NC 4.0 (HAM10000)" if is_ham else "unknown (ISIC archive)",
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=tuple(notes),

@@ -49,7 +49,7 @@ class Listing:
     task: str
     classes: tuple[str, ...]
     group_name: str
-    licence: str
+    license: str
     records: tuple[Record, ...]
     decode: Decode
     """Record and side length → the square image and its original size; raises `BadFile`."""
@@ -103,7 +103,7 @@ _ID_AT_THE_END = re.compile(r"(?:.*[^A-Za-z])?[Ii][Dd]|.*[a-z](?:ID|UID)|.*Insta
 _SHORT = re.compile(r"(pid|ptid|patid|patno|patnr|patnum|pat|pt|nhsnumber|nhsno|nhsid)s?")
 # Whose name does not say whose the image is, though it may end in "id".
 _NOT_A_PERSON = re.compile(
-    r".*(site|hospital|center|centre|clinic|institution|scanner|device|camera|machine|class|label)"
+    r".*(site|hospital|center|center|clinic|institution|scanner|device|camera|machine|class|label)"
     r"s?(id|ids|uid)"
 )
 _IMAGE_ITSELF = re.compile(r"(image|img|file|picture|slice|sop|isic)", re.IGNORECASE)

@@ -82,7 +82,7 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
         task=task or ("any-finding" if several else "label"),
         classes=classes,
         group_name=RECORD_GROUPS,
-        licence="CC BY-NC 4.0 (MedMNIST)" if stem.startswith("derma") else "CC BY 4.0 (MedMNIST)",
+        license="CC BY-NC 4.0 (MedMNIST)" if stem.startswith("derma") else "CC BY 4.0 (MedMNIST)",
         records=tuple(records),
         decode=decode,
         notes=("The file does not say whose images they are.",),
@@ -123,12 +123,12 @@ def _arrays(path: Path) -> list[tuple[NDArray[np.uint8], NDArray[Any], Split]]:
     if not found:
         raise UserError(f"{path} holds no train_images and train_labels: not the MedMNIST format.")
     for images, labels, split in found:
-        grey = images.ndim == 3
-        colour = images.ndim == 4 and images.shape[3] == 3
-        if images.dtype != np.uint8 or not (grey or colour):
+        gray = images.ndim == 3
+        color = images.ndim == 4 and images.shape[3] == 3
+        if images.dtype != np.uint8 or not (gray or color):
             raise UserError(
                 f"{path}: the {split} images have shape {images.shape} and type {images.dtype}; "
-                "only 2D sets of 8-bit grey or colour images are read."
+                "only 2D sets of 8-bit gray or color images are read."
             )
         whole = np.issubdtype(labels.dtype, np.integer) or labels.dtype == np.bool_
         if not whole or labels.ndim not in (1, 2) or len(labels) != len(images):

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
 
-# Colours that stay apart for readers who see fewer of them (Okabe and Ito's palette).
+# Colors that stay apart for readers who see fewer of them (Okabe and Ito's palette).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _INK = "#222222"
 _FAINT = "#666666"
@@ -79,7 +79,7 @@ def partition_picture(
     for line, entries in enumerate(legend_lines):
         for x, number in entries:
             y = _MARGIN + line * 22
-            pen.rectangle((x, y + 2, x + 12, y + 14), fill=_colour(number))
+            pen.rectangle((x, y + 2, x + 12, y + 14), fill=_color(number))
             pen.text((x + 18, y), shown[number], fill=_INK, font=font)
     scale = bar_width / max(1, int(counts.sum(axis=1).max()))
     for client, row in enumerate(counts):
@@ -88,7 +88,7 @@ def partition_picture(
         edges = label_width + np.concatenate([[0], np.cumsum(row)]) * scale
         for number in map(int, np.flatnonzero(row)):
             box = (round(edges[number]), y, round(edges[number + 1]) - 1, y + bar_height)
-            pen.rectangle((box[0], box[1], max(box[0], box[2]), box[3]), fill=_colour(number))
+            pen.rectangle((box[0], box[1], max(box[0], box[2]), box[3]), fill=_color(number))
         pen.text((round(edges[-1]) + 8, y), f"{row.sum():,}", fill=_FAINT, font=font)
     for line, fact in enumerate(facts):
         y = top + len(counts) * (bar_height + _GAP) + _MARGIN + line * 20
@@ -134,7 +134,7 @@ def _shortened(name: str, longest: int = 28) -> str:
     return name if len(name) <= longest else name[: longest - 1] + "…"
 
 
-def _colour(number: int) -> str:
+def _color(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
 

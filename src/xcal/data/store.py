@@ -56,7 +56,7 @@ class DatasetInfo:
     task: str
     classes: tuple[str, ...]
     group_name: str
-    licence: str
+    license: str
     splits: dict[str, SplitCounts]
     original_sizes: tuple[tuple[str, int], ...]
     """Width×height of the source images, commonest first, with how many there were."""
@@ -267,7 +267,7 @@ def open_dataset(name: str, pixels: int | None = None) -> ImageData:
         name,
         info.classes,
         info.group_name,
-        info.licence,
+        info.license,
         train,
         validation,
         test,

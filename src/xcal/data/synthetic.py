@@ -3,7 +3,7 @@
 Four classes of white blood cell that differ by the shape of the nucleus only, as the textbook
 tells them apart: eosinophil (two lobes), lymphocyte (one round one), monocyte (kidney-shaped),
 neutrophil (three to five lobes). Stain, light, cell size, granules and the red cells around are
-drawn alike for all classes, so colour alone does not give the class away. The mask of the nucleus
+drawn alike for all classes, so color alone does not give the class away. The mask of the nucleus
 is the ground truth for explanations.
 
 Pixels are computed by additions, multiplications, divisions and square roots only, which every
@@ -33,7 +33,7 @@ _PLATELETS = 3
 # Images drawn at once: small enough that the working arrays stay in the processor's cache.
 _CHUNK = 32
 
-# Colours are fractions of the light that passes, per channel (red, green, blue).
+# Colors are fractions of the light that passes, per channel (red, green, blue).
 _LIGHT = (0.93, 0.91, 0.90)
 _RED_CELL = (0.92, 0.77, 0.77)
 _CYTOPLASM = (0.83, 0.80, 0.90)
@@ -83,7 +83,7 @@ def smear(
         name="smear",
         classes=CLASSES,
         group_name="patient",
-        licence="synthetic; no person stands behind it",
+        license="synthetic; no person stands behind it",
         train=splits[0],
         validation=splits[1],
         test=splits[2],
@@ -98,7 +98,7 @@ def _tell(before: int, total: int, drawn: int) -> None:
 class _Patient:
     """What the images of one patient share; arrays over images, not patients."""
 
-    light: Array  # (N, 3) colour of the lamp and camera
+    light: Array  # (N, 3) color of the lamp and camera
     stain: Array  # (N, 1) depth of the stain
     tint: Array  # (N, 3) hue of the stain
 
@@ -153,9 +153,9 @@ def _draw(
     blur = _column(_uniform(rng, n, 0.010, 0.022))
 
     # The white cell: where it lies, how large it is, and its own turned coordinates.
-    centre_x, centre_y = _uniform(rng, n, -0.06, 0.06), _uniform(rng, n, -0.06, 0.06)
+    center_x, center_y = _uniform(rng, n, -0.06, 0.06), _uniform(rng, n, -0.06, 0.06)
     radius = _uniform(rng, n, 0.36, 0.43)
-    dx, dy = x - _column(centre_x), y - _column(centre_y)
+    dx, dy = x - _column(center_x), y - _column(center_y)
     turn = _directions(rng, n)
     u = (dx * _column(turn[0]) + dy * _column(turn[1])) / _column(radius)
     v = (dy * _column(turn[0]) - dx * _column(turn[1])) / _column(radius)
@@ -169,7 +169,7 @@ def _draw(
     nucleus = _shade(distance, radius, blur)
 
     # Thickness of each stained layer, 0 to about 1.
-    red = _red_cells(rng, pixels, centre_x, centre_y, radius, blur) * (1 - 0.9 * cell)
+    red = _red_cells(rng, pixels, center_x, center_y, radius, blur) * (1 - 0.9 * cell)
     platelets = _platelets(rng, pixels, n, blur) * (1 - cell)
     grains = _texture(rng, n, pixels, 28)
     granules = np.clip(grains * 2 - 0.8, 0, 1) * _column(_uniform(rng, n, 0.1, 0.5)) * cell
@@ -191,8 +191,8 @@ def _draw(
     for channel in range(3):
         tint = patient.stain[:, 0] * patient.tint[:, channel]
         passes = lamp * (_LIGHT[channel] * _column(patient.light[:, channel]))
-        for colour, thickness in layers:
-            kept = thickness * _column(tint * (colour[channel] - 1))
+        for color, thickness in layers:
+            kept = thickness * _column(tint * (color[channel] - 1))
             kept += 1
             passes *= kept
         passes += np.float32(0.014) * rng.standard_normal(passes.shape, dtype=np.float32)
@@ -229,7 +229,7 @@ def _nucleus(rng: np.random.Generator, labels: NDArray[np.int64], u: Array, v: A
     )
     strand = _column(np.where(labels == _MONOCYTE, 0.2, 0.085).astype(np.float32))
     melt = _column(np.where(labels == _MONOCYTE, 0.15, 0.08).astype(np.float32))
-    # The kidney's weight lies off the arc's centre; lobes are centred as they are.
+    # The kidney's weight lies off the arc's center; lobes are centered as they are.
     shift = np.where(labels == _MONOCYTE, 0.12, np.where(labels == _EOSINOPHIL, 0.1, 0.0))
     # Lobes that stand apart are no two alike.
     uneven = np.where((labels == _MONOCYTE) | (labels == _LYMPHOCYTE), 0.25, 1.0)
@@ -282,8 +282,8 @@ def _to_line(u: Array, v: Array, x0: Array, y0: Array, x1: Array, y1: Array) -> 
 def _red_cells(
     rng: np.random.Generator,
     pixels: int,
-    centre_x: Array,
-    centre_y: Array,
+    center_x: Array,
+    center_y: Array,
     radius: Array,
     blur: Array,
 ) -> Array:
@@ -296,7 +296,7 @@ def _red_cells(
         at_x, at_y = _uniform(rng, n, -0.6, 0.6), _uniform(rng, n, -0.6, 0.6)
         size = own_size * _uniform(rng, n, 0.9, 1.1)
         # Smears push red cells aside: those that would lie under the white cell are left out.
-        apart = np.sqrt((at_x - centre_x) ** 2 + (at_y - centre_y) ** 2)
+        apart = np.sqrt((at_x - center_x) ** 2 + (at_y - center_y) ** 2)
         there = (rng.random(n) < crowd) & (apart > radius + 0.6 * size)
         turn = _directions(rng, n)
         flat = _uniform(rng, n, 1.0, 1.35)
@@ -328,21 +328,21 @@ def _platelets(rng: np.random.Generator, pixels: int, n: int, blur: Array) -> Ar
 class _Canvas:
     """One layer an image, to which small things are added, each in a window of its own.
 
-    `reach` is how far from its centre a thing may extend; computing windows of that size instead
+    `reach` is how far from its center a thing may extend; computing windows of that size instead
     of whole images is what makes drawing fast.
     """
 
     def __init__(self, n: int, pixels: int, reach: float) -> None:
         self._pixels = pixels
         self._half = int(np.ceil(reach * pixels)) + 1
-        # Room for windows around centres up to 0.1 outside the image.
+        # Room for windows around centers up to 0.1 outside the image.
         self._margin = 2 * self._half + int(np.ceil(0.1 * pixels)) + 1
         side = pixels + 2 * self._margin
         self._layers = np.zeros((n, side, side), np.float32)
         self._offsets = np.arange(-self._half, self._half + 1)
 
     def around(self, images: NDArray[np.intp], at_x: Array, at_y: Array) -> tuple[Array, Array]:
-        """Set windows of these images at these centres; their pixels' x and y from there."""
+        """Set windows of these images at these centers; their pixels' x and y from there."""
         self._image = images[:, None, None]
         column = np.floor((at_x + 0.5) * self._pixels).astype(np.intp)[:, None] + self._offsets
         row = np.floor((at_y + 0.5) * self._pixels).astype(np.intp)[:, None] + self._offsets

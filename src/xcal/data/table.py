@@ -46,7 +46,7 @@ _SPLIT_OF: dict[str, Split] = {
 }
 
 
-def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
+def find_labeled_table(files: Files, choice: ColumnChoice) -> str | None:
     """The shallowest CSV that has a path and a label column, or the only one there is."""
     names = tables(files)
     for name in names:
@@ -61,7 +61,7 @@ def find_labelled_table(files: Files, choice: ColumnChoice) -> str | None:
     return names[0] if len(names) == 1 and choice.label else None
 
 
-def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> Listing:
+def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> Listing:
     """Read the set that `table` describes; paths are relative to the table's folder."""
     rows = read_table(files, table)
 
@@ -140,7 +140,7 @@ def labelled_table(files: Files, table: str, name: str, choice: ColumnChoice) ->
         task=label_column,
         classes=classes,
         group_name=group_name,
-        licence="unknown",
+        license="unknown",
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         missing=tuple(missing),

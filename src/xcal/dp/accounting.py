@@ -131,7 +131,7 @@ def step_costs(rate: float, sigmas: Floats | Sequence[float], order: float) -> F
     """Upper bounds on the Rényi divergence, at `order`, of one step at each multiplier.
 
     One step releases a sum to which one unit adds at most 1 (in norm), with N(0, σ²) on every
-    coordinate, over a Poisson sample of the given rate; neighbours differ by zeroing one unit.
+    coordinate, over a Poisson sample of the given rate; neighbors differ by zeroing one unit.
     """
     return _checked_costs(rate, np.atleast_1d(np.asarray(sigmas, dtype=np.float64)), order)
 

@@ -1,4 +1,4 @@
-"""Whether a network treats every image by itself: no memory, no neighbours, no chance.
+"""Whether a network treats every image by itself: no memory, no neighbors, no chance.
 
 Clipping bounds what one unit adds to a sum. A network that remembers an image, in a running buffer
 or in an attribute, carries it into the next step past every bound.

@@ -26,7 +26,7 @@ from xcal.errors import UserError
 
 SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
 COUNT_SENSITIVITY = 0.5  # Σ(1[norm ≤ C] − ½): likewise
-GRID_RATIO = 1.002  # neighbouring multipliers of the public grid differ by 0.2 %
+GRID_RATIO = 1.002  # neighboring multipliers of the public grid differ by 0.2 %
 GRID_REACH = 100.0  # the grid ends at 100 × the static σ
 SUM_SLACK = 1e-9  # share of the budget kept free for the upward rounding of K additions
 MAX_SIGMA = 1e5

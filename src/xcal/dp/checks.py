@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from xcal.data.sampling import UnitTable
+from xcal.dp.calibration import ODOMETER_SHARE, Calibration, check_target
+from xcal.dp.clipping import OpenPass
+from xcal.dp.clipping.tape import Units
+from xcal.dp.ledger.rows import Release
 from xcal.dp.loader import check_loader
+from xcal.dp.mechanism import Mechanism
+from xcal.dp.pld import SIGMA_SLACK, delta_bound
 from xcal.dp.refusals import Refused
+from xcal.dp.sampling import UnitTable
 from xcal.dp.steps import check_parameters
 from xcal.dp.wrappers import PrivateModule, PrivateOptimizer, check_criterion
 from xcal.errors import UserError
-from xcal.privacy.calibration import ODOMETER_SHARE, Calibration, check_target
-from xcal.privacy.ledger_rows import Release
-from xcal.privacy.mechanism import Mechanism
-from xcal.privacy.pld import SIGMA_SLACK, delta_bound
-from xcal.training.clipping import OpenPass
-from xcal.training.clipping.book import Units
 
 FORMAT = 1  # of saved trainings
 _MOST_STEPS = 10**6

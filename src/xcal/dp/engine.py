@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from xcal.data.sampling import UnitTable
+from xcal.dp.account import Account
+from xcal.dp.accounting import epsilon_rdp
+from xcal.dp.calibration import (
+    Calibration,
+    Plan,
+    calibrate,
+    calibrate_fixed,
+    check_target,
+)
 from xcal.dp.checks import (
     FORMAT,
     check_options,
@@ -25,28 +33,20 @@ from xcal.dp.checks import (
     load_saved,
     steps_within,
 )
+from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.rows import Head, Release, RunTerms, Terms
 from xcal.dp.loader import PrivateLoader
+from xcal.dp.mechanism import Mechanism
 from xcal.dp.memory import MemoryLedger
+from xcal.dp.noise import NoiseSource, SecureNoise, SeededNoise
+from xcal.dp.pld import epsilon_pld
 from xcal.dp.promise import Promise, promise_text
 from xcal.dp.refusals import Refused
+from xcal.dp.sampling import UnitTable
 from xcal.dp.steps import PrivateSteps, Records
 from xcal.dp.wrappers import PrivateCriterion, PrivateModule, PrivateOptimizer
 from xcal.durable import sync_folder
 from xcal.errors import UserError
-from xcal.privacy.account import Account
-from xcal.privacy.accounting import epsilon_rdp
-from xcal.privacy.calibration import (
-    Calibration,
-    Plan,
-    calibrate,
-    calibrate_fixed,
-    check_target,
-)
-from xcal.privacy.ledger import Ledger, create
-from xcal.privacy.ledger_rows import Head, Release, RunTerms, Terms
-from xcal.privacy.mechanism import Mechanism
-from xcal.privacy.noise import NoiseSource, SecureNoise, SeededNoise
-from xcal.privacy.pld import epsilon_pld
 
 _ACCOUNTANTS = ("prv", "rdp")
 _UNBOUNDED = 2**62  # steps of a training that was given no budget
@@ -87,7 +87,7 @@ class PrivacyEngine:
     Guarantee: whatever the loop does with the objects that `make_private_with_epsilon` returns,
     gradients reach the optimizer only as sums of clipped unit gradients plus noise, each charged
     before its batch was drawn, and all of them together are (ε, δ)-DP for one unit under zero-out
-    neighbours; `statement` names what this rests on. With a ledger the charge is durable: a killed
+    neighbors; `statement` names what this rests on. With a ledger the charge is durable: a killed
     and restarted training cannot spend it twice.
 
     Args:
@@ -469,7 +469,7 @@ class PrivacyEngine:
         return found
 
     def statement(self) -> str:
-        """The promise in words: unit, neighbours, mechanism, assumptions, what is not protected.
+        """The promise in words: unit, neighbors, mechanism, assumptions, what is not protected.
 
         Raises:
             Refused: before `make_private`.

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from xcal.privacy.ledger import Ledger
-from xcal.privacy.ledger_rows import GENESIS, Row, Terms
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import GENESIS, Row, Terms
 
 
 class MemoryLedger(Ledger):

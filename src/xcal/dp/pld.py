@@ -2,7 +2,7 @@
 
 `steps` releases, each a Poisson-subsampled Gaussian of one rate and one multiplier, are dominated
 by the product of `steps` equal pairs, whatever is chosen between them (docs/guarantee.md §3). The
-pair is discretised by dp-accounting's Connect-the-Dots and composed by its FFT. Every step of that
+pair is discretized by dp-accounting's Connect-the-Dots and composed by its FFT. Every step of that
 errs upwards but the rounding of floats, and `delta_bound` adds a bound on it.
 
 dp-accounting asks for δ point by point, in Python; `_hockey_stick` is the same for a whole grid.
@@ -26,7 +26,7 @@ from scipy import special
 from xcal.dp.accounting import quiet_library
 
 Floats = NDArray[np.float64]
-Direction: TypeAlias = Any  # dp-accounting's AdjacencyType: which of two neighbours has the unit
+Direction: TypeAlias = Any  # dp-accounting's AdjacencyType: which of two neighbors has the unit
 DIRECTIONS: tuple[Direction, Direction] = (
     privacy_loss_mechanism.AdjacencyType.REMOVE,
     privacy_loss_mechanism.AdjacencyType.ADD,
@@ -127,7 +127,7 @@ def delta_bound(
     epsilon: float,
     directions: Sequence[Direction] = DIRECTIONS,
 ) -> float:
-    """An upper bound on δ at ε of the whole plan, over both directions of the neighbours."""
+    """An upper bound on δ at ε of the whole plan, over both directions of the neighbors."""
     sigma, steps = _merged(rate, sigma, steps)
     spacing = interval(rate, sigma, steps, epsilon)
     if rate == 1:  # without subsampling the two are the same

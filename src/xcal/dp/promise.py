@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from xcal.privacy.calibration import Plan
-from xcal.privacy.groups import group_epsilon
-from xcal.privacy.opening import in_terms_of_tests, what_can_be_learnt
+from xcal.dp.calibration import Plan
+from xcal.dp.group_privacy import group_epsilon
+from xcal.dp.opening import in_terms_of_tests, what_can_be_learnt
 
 _PERSONS = (2, 4, 12)  # records of one person, as examples: how many there are is private
 
@@ -30,7 +30,7 @@ class Promise:
 
 
 def promise_text(promise: Promise) -> str:
-    """The promise, its unit, its neighbours, what it rests on and what it does not cover."""
+    """The promise, its unit, its neighbors, what it rests on and what it does not cover."""
     by_group = promise.unit == "group"
     unit = "all records that share one id in `groups`" if by_group else "one record of the data set"
     what = "the records of one group were used" if by_group else "one single record was used"
@@ -62,7 +62,7 @@ def promise_text(promise: Promise) -> str:
                 + ". Give `groups` to protect persons."
             )
     paragraphs.append(
-        "Neighbours: two data sets where one unit's data are replaced by a null unit that"
+        "Neighbors: two data sets where one unit's data are replaced by a null unit that"
         f" contributes zero to everything (zero-out). The numbers of units ({promise.units}) and of"
         " records are the same on both sides and public; adding or removing a unit is not covered."
     )

@@ -12,7 +12,7 @@ from xcal.dp.group_privacy import group_epsilon
 from xcal.dp.opening import in_terms_of_tests, what_can_be_learnt, worth
 
 RELATION = (
-    "zero-out: two data sets of a client are neighbours when one unit's data are replaced by a null"
+    "zero-out: two data sets of a client are neighbors when one unit's data are replaced by a null"
     " unit that contributes zero to everything; the number of units is the same on both sides and"
     " public"
 )
@@ -90,7 +90,7 @@ class Situation:
 
 
 CENTRAL_RELATION = (
-    "zero-out of a whole client: two federations are neighbours when all that one client sends is"
+    "zero-out of a whole client: two federations are neighbors when all that one client sends is"
     " replaced by zero; who takes part in which round is the same on both sides and public"
 )
 CENTRAL_NOT_PROTECTED = (
@@ -253,7 +253,7 @@ def _opening(situation: Situation) -> list[str]:
 
 
 def _relation(situation: Situation) -> str:
-    """Which data sets are neighbours, at which client."""
+    """Which data sets are neighbors, at which client."""
     declared = [c for c in situation.plans if c in situation.add_remove]
     counted = [c for c in situation.plans if c not in situation.add_remove]
     if not declared or not counted:
@@ -392,7 +392,7 @@ def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
         "opening": _opening(situation),
         "promise": _promise(situation),
         "unit": plan.unit,
-        "neighbouring_relation": CENTRAL_RELATION,
+        "neighboring_relation": CENTRAL_RELATION,
         "epsilon_nominal": situation.epsilon_nominal,
         "preset": situation.preset,
         "clients": [],
@@ -421,7 +421,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         "opening": _opening(situation),
         "promise": _promise(situation),
         "unit": situation.unit if private else None,
-        "neighbouring_relation": _relation(situation) if private else None,
+        "neighboring_relation": _relation(situation) if private else None,
         "epsilon_nominal": situation.epsilon_nominal,
         "preset": situation.preset,
         "clients": [_line(c, p, c in situation.add_remove) for c, p in situation.plans.items()],
@@ -469,7 +469,7 @@ def statement_text(statement: dict[str, Any]) -> str:
     if statement["clients"] or server is not None:
         lines.append("")
         for key, title in (
-            ("neighbouring_relation", "Neighbours: "),
+            ("neighboring_relation", "Neighbors: "),
             ("sampling", "Sampling: "),
             ("noise", "Noise: "),
             ("accounting", "Accounting: "),

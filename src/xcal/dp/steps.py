@@ -17,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcal.data.sampling import UnitTable, images_of, poisson_draw
+from xcal.dp.account import Account
 from xcal.dp.apart import check_rows_apart, mapped, tensors
+from xcal.dp.batch_invariance import check_remembers_nothing, remembered
+from xcal.dp.clipping import OpenPass
+from xcal.dp.clipping.tape import Units
+from xcal.dp.filter import BudgetExhausted
+from xcal.dp.mechanism import ChargedStep, Mechanism
+from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.refusals import Refused
+from xcal.dp.sampling import UnitTable, images_of, poisson_draw
 from xcal.errors import UserError
-from xcal.privacy.account import Account
-from xcal.privacy.filter import BudgetExhausted
-from xcal.privacy.mechanism import ChargedStep, Mechanism
-from xcal.privacy.noise import NoiseKey, NoiseSource
-from xcal.training.clipping import OpenPass
-from xcal.training.clipping.book import Units
-from xcal.training.independence import check_remembers_nothing, remembered
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Noisy linear imputation: removed pixels become the weighted mean of their neighbours.
+"""Noisy linear imputation: removed pixels become the weighted mean of their neighbors.
 
-Every removed pixel p obeys `sum_q w_pq (x_p - x_q) = 0` over the neighbours q inside the image,
+Every removed pixel p obeys `sum_q w_pq (x_p - x_q) = 0` over the neighbors q inside the image,
 with w = 1/6 for the four direct and 1/12 for the four diagonal ones (Rong et al. 2022). Removed
-neighbours are unknowns themselves, so this is one linear system per image and mask, the same for
+neighbors are unknowns themselves, so this is one linear system per image and mask, the same for
 all channels. Numbered row by row the unknowns couple only to those at most a row and a pixel
 away, and the matrix is symmetric positive definite as long as one pixel is left: a banded
-Cholesky factorisation solves it exactly, and was measured faster than a general sparse one.
+Cholesky factorization solves it exactly, and was measured faster than a general sparse one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from threadpoolctl import ThreadpoolController
 DIRECT_WEIGHT = 1 / 6
 DIAGONAL_WEIGHT = 1 / 12
 
-# Each pair of neighbours once: the step (down, right) from the first to the second.
+# Each pair of neighbors once: the step (down, right) from the first to the second.
 _NEIGHBOURS = (
     (0, 1, DIRECT_WEIGHT),
     (1, 0, DIRECT_WEIGHT),
@@ -42,8 +42,8 @@ def impute(image: NDArray[np.floating], removed: NDArray[np.bool_]) -> NDArray[n
     if unknowns == 0:
         return np.empty((channels, 0))
     known = np.where(removed, 0.0, image)
-    right_side = neighbour_sum(known)[:, removed].T
-    degree = neighbour_sum(np.ones((1, *removed.shape)))[0, removed]
+    right_side = neighbor_sum(known)[:, removed].T
+    degree = neighbor_sum(np.ones((1, *removed.shape)))[0, removed]
     number = np.cumsum(removed).reshape(removed.shape) - 1
     pairs = []
     for down, right, weight in _NEIGHBOURS:
@@ -63,7 +63,7 @@ def impute(image: NDArray[np.floating], removed: NDArray[np.bool_]) -> NDArray[n
     with _blas().limit(limits=1, user_api="blas"):
         _, solution, failed = dpbsv(band, right_side, lower=1, overwrite_ab=1, overwrite_b=1)
     if failed:
-        raise ArithmeticError(f"the imputation system could not be factorised (code {failed})")
+        raise ArithmeticError(f"the imputation system could not be factorized (code {failed})")
     return solution.T
 
 
@@ -73,9 +73,9 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-def neighbour_sum(images: NDArray[np.floating]) -> NDArray[np.float64]:
-    """For each pixel of (C, H, W) the weighted sum of its neighbours inside the image."""
-    # The weights are ([1, 2, 1] x [1, 2, 1] without its centre) / 12: two passes instead of eight.
+def neighbor_sum(images: NDArray[np.floating]) -> NDArray[np.float64]:
+    """For each pixel of (C, H, W) the weighted sum of its neighbors inside the image."""
+    # The weights are ([1, 2, 1] x [1, 2, 1] without its center) / 12: two passes instead of eight.
     padded = np.pad(np.asarray(images, dtype=np.float64), ((0, 0), (1, 1), (1, 1)))
     columns = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
     full = columns[:, :, :-2] + 2 * columns[:, :, 1:-1] + columns[:, :, 2:]
@@ -86,7 +86,7 @@ def neighbour_sum(images: NDArray[np.floating]) -> NDArray[np.float64]:
 def _pair_slices(
     shape: tuple[int, ...], down: int, right: int
 ) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
-    """Views that hold, at equal places, a pixel and its neighbour `down` and `right` of it."""
+    """Views that hold, at equal places, a pixel and its neighbor `down` and `right` of it."""
     height, width = shape
     first = slice(0, height - down), slice(max(0, -right), width - max(0, right))
     second = slice(down, height), slice(max(0, right), width + min(0, right))

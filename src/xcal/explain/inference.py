@@ -14,7 +14,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; on leaving, every module's own mode and the RNG are as before.
 
     The mode is kept module by module, because a network may hold some layers in evaluation mode
-    while the rest trains (frozen normalisation), and `model.train()` would lose that.
+    while the rest trains (frozen normalization), and `model.train()` would lose that.
     """
     modes = [(module, module.training) for module in model.modules()]
     parameter = next(model.parameters(), None)

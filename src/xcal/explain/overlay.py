@@ -1,8 +1,8 @@
-"""Explanations as pictures: a map over its image, in a colour scale of our own.
+"""Explanations as pictures: a map over its image, in a color scale of our own.
 
-Blood smears are pink and violet, X-rays grey, skin brown: the scale runs through hues that none of
+Blood smears are pink and violet, X-rays gray, skin brown: the scale runs through hues that none of
 them has, from deep teal over green to light yellow, and gets steadily lighter, so that it can be
-read in grey as well. A map covers the image in proportion to its value: where nothing is salient
+read in gray as well. A map covers the image in proportion to its value: where nothing is salient
 the image is seen as it is.
 """
 
@@ -32,17 +32,17 @@ _STOPS = (
 
 
 @cache
-def _colour_table() -> NDArray[np.uint8]:
+def _color_table() -> NDArray[np.uint8]:
     places = np.linspace(0, 1, len(_STOPS))
     grid = np.linspace(0, 1, 256)
     channels = [np.interp(grid, places, [stop[c] for stop in _STOPS]) for c in range(3)]
     return np.stack(channels, axis=1).round().astype(np.uint8)
 
 
-def colours(values: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Values in [0, 1] of any shape to colours (..., 3); what lies outside is brought inside."""
+def colors(values: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """Values in [0, 1] of any shape to colors (..., 3); what lies outside is brought inside."""
     index = np.clip(np.nan_to_num(values) * 255, 0, 255).round().astype(np.intp)
-    return _colour_table()[index]
+    return _color_table()[index]
 
 
 def scaled_map(saliency: Tensor, size: tuple[int, int], peak: float | None) -> NDArray[np.float64]:
@@ -80,24 +80,24 @@ def overlay(
 ) -> Image.Image:
     """The map (h, w) over its image (1 or 3, H, W) with values in [0, 1].
 
-    `peak` is the map value that gets the top colour (default: this map's maximum; share one to
-    compare maps); `opacity` is how much of the image that colour hides.
+    `peak` is the map value that gets the top color (default: this map's maximum; share one to
+    compare maps); `opacity` is how much of the image that color hides.
     """
     base = np.asarray(picture(image, side=side), dtype=np.float64)
     values = scaled_map(saliency, (base.shape[0], base.shape[1]), peak)
     # In proportion to the value: a low tail must not veil the image.
     cover = (opacity * values)[:, :, None]
-    mixed = base * (1 - cover) + colours(values) * cover
+    mixed = base * (1 - cover) + colors(values) * cover
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
-def colour_bar(width: int, height: int) -> Image.Image:
+def color_bar(width: int, height: int) -> Image.Image:
     """The scale itself: low at the left and high at the right, or from bottom to top if upright."""
     if width >= height:
         values = np.tile(np.linspace(0, 1, width), (height, 1))
     else:
         values = np.tile(np.linspace(1, 0, height)[:, None], (1, width))
-    return Image.fromarray(colours(values))
+    return Image.fromarray(colors(values))
 
 
 def save_overlay(

@@ -14,14 +14,14 @@ def rank_correlation(first: FloatArray, second: FloatArray) -> FloatArray:
 
     A row that is constant, in either array, orders nothing and gets 0.
     """
-    a, b = (_centred_ranks(rows) for rows in (first, second))
+    a, b = (_centered_ranks(rows) for rows in (first, second))
     scale = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
     products = (a * b).sum(axis=1)
     correlation: FloatArray = np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
     return np.clip(correlation, -1, 1)
 
 
-def _centred_ranks(rows: FloatArray) -> FloatArray:
+def _centered_ranks(rows: FloatArray) -> FloatArray:
     if rows.size == 0:
         return np.zeros(rows.shape)
     # Mid-ranks sum to the same in every row, so that their mean is exact.

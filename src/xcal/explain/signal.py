@@ -24,9 +24,9 @@ from xcal.explain.inference import undisturbed
 # batch size, another path to the same map) rarely changes which cells are chosen.
 MAP_LEVELS = 2**16
 
-# What covers a cell, in the normalised space of the network's input: a constant, one per colour
-# channel, or a name. "imagenet" is the public ImageNet mean colour, which normalisation takes to
-# 0; "image-mean" is each image's own mean colour.
+# What covers a cell, in the normalized space of the network's input: a constant, one per color
+# channel, or a name. "imagenet" is the public ImageNet mean color, which normalization takes to
+# 0; "image-mean" is each image's own mean color.
 Fill = str | float | Sequence[float]
 
 
@@ -109,7 +109,7 @@ def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
 def mask_images(images: Tensor, cells: Tensor, fill: Fill) -> Tensor:
     """Copies of `images` (N, C, H, W) whose `cells` (N, h, w) are covered by the fill.
 
-    Each pixel belongs to the cell that nearest-neighbour enlargement gives it.
+    Each pixel belongs to the cell that nearest-neighbor enlargement gives it.
     """
     height, width = images.shape[2:]
     # In whole numbers, so that no size of image puts a pixel on the wrong side of a border.

@@ -10,11 +10,11 @@ from xcal.config import Experiment
 from xcal.dp.calibration import Plan
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
-from xcal.federation.home import ClientHome, Owner, logged, read_owner
 from xcal.federation.partition_record import PARTITION_KEYS, PartitionRecord
 from xcal.federation.policy import admit_experiment, admit_plan
 from xcal.federation.refusals import Refused, naming
 from xcal.federation.rounds import run_terms
+from xcal.federation.site_directory import Owner, SiteDirectory, logged, read_owner
 from xcal.methods.base import Method
 
 
@@ -32,19 +32,19 @@ def admit_run(
     if owner.about is not None and terms.population != owner.about.population:
         raise Refused(
             "ledger",
-            f"The ledger is that of the population {terms.population!r}, and home.toml says"
+            f"The ledger is that of the population {terms.population!r}, and site.toml says"
             f" {owner.about.population!r}: put the right ledger back.",
         )
     if run.epsilon is None and terms.epsilon is not None:
         raise Refused(
             "no-guarantee",
             f"The method {run.method!r} has no guarantee, and the ledger {ledger.path} carries a"
-            " limit: choose a method with one, or run without this home.",
+            " limit: choose a method with one, or run without this site.",
         )
     if owner.policy is not None:
         admit_plan(owner.policy, run.run, plan, ledger.runs.values())
     if terms.of_real_people and partition is not None:
-        partition.check_remembered(owner.home)
+        partition.check_remembered(owner.site_dir)
     if run.run in ledger.runs:
         return  # under way: what it asked for was admitted when it was entered
     if terms.of_real_people:
@@ -59,20 +59,20 @@ def admit_run(
 def _check_for_people(
     owner: Owner, experiment: Experiment, partition: PartitionRecord | None
 ) -> None:
-    """Refuse what a simulation may do and a home of a real population may not."""
+    """Refuse what a simulation may do and a site of a real population may not."""
     if partition is not None and partition.shared:
         raise Refused(
             "data",
             f"With units_per_client = {experiment.units_per_client} some units of"
-            f" {experiment.data!r} stand at several homes, and would pay at each of them: leave it"
-            " out, or lower it until every unit has one home.",
+            f" {experiment.data!r} stand at several sites, and would pay at each of them: leave it"
+            " out, or lower it until every unit has one site.",
         )
-    # An owner may allow it in home.toml; whoever starts a run may not.
+    # An owner may allow it in site.toml; whoever starts a run may not.
     if experiment.rows == 0 and (owner.about is None or owner.about.pass_rows != 0):
         raise Refused(
             "experiment-invalid",
             f"With pass_rows = 0 how an image is rounded depends on who else was drawn, which the"
-            f" guarantee of the home {owner.home} does not cover: leave it out.",
+            f" guarantee of the site {owner.site_dir} does not cover: leave it out.",
         )
 
 
@@ -87,18 +87,18 @@ def check_delta(delta: float, units: int) -> None:
 
 
 def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
-    """Refuse a home whose own data are not those that the experiment would train for it."""
+    """Refuse a site whose own data are not those that the experiment would train for it."""
     about = owner.about
     if about is None:
         return
-    where = owner.home / "home.toml"
+    where = owner.site_dir / "site.toml"
     if about.data is not None:
         if about.data != experiment.data:
             raise Refused(
                 "data",
                 f"{where} says its data are {about.data!r}, and the experiment spreads"
                 f" {experiment.data!r} over its clients: what others' images cost is not charged"
-                " to this home.",
+                " to this site.",
             )
         capped = experiment.group_cap
         if about.group_cap is not None and experiment.unit == "record":
@@ -109,7 +109,7 @@ def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
                     f" {about.group_cap}.",
                 )
         return
-    trial = ClientHome.open(owner.home).trial()
+    trial = SiteDirectory.open(owner.site_dir).trial()
     keys = ("pixels", *PARTITION_KEYS)
     other = [key for key in keys if getattr(trial, key) != getattr(experiment, key)]
     if other or about.shard != shard:
@@ -117,12 +117,12 @@ def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
         raise Refused(
             "data",
             f"{where} has part {about.shard} of another experiment's data than part {shard} of this"
-            f" one's ({what} differs): name the home that has it.",
+            f" one's ({what} differs): name the site that has it.",
         )
 
 
-def ask_home(
-    home: Path,
+def ask_site(
+    site_dir: Path,
     name: str,
     experiment: Experiment,
     method: Method,
@@ -130,10 +130,10 @@ def ask_home(
     units: int,
     partition: PartitionRecord,
 ) -> None:
-    """Refuse, in one sentence, a run that this home would refuse; nothing is charged."""
-    with logged(home, {"run": name}), naming("home"):
-        owner = read_owner(home)
-    with to_the_user(owner), logged(home, {"run": name}), naming("ledger"):
+    """Refuse, in one sentence, a run that this site would refuse; nothing is charged."""
+    with logged(site_dir, {"run": name}), naming("site"):
+        owner = read_owner(site_dir)
+    with to_the_user(owner), logged(site_dir, {"run": name}), naming("ledger"):
         check_same_data(owner, experiment, partition.partition_id)
         if owner.policy is not None:
             admit_experiment(owner.policy, experiment)
@@ -144,7 +144,7 @@ def ask_home(
 
 @contextmanager
 def to_the_user(owner: Owner) -> Iterator[None]:
-    """Within: a refusal says which home refuses, where server and clients are one user."""
+    """Within: a refusal says which site refuses, where server and clients are one user."""
     try:
         yield
     except Refused as refusal:
@@ -152,5 +152,5 @@ def to_the_user(owner: Owner) -> Iterator[None]:
             raise  # its ledger's own sentence, which names it
         detail = str(refusal)
         raise Refused(
-            refusal.code, f"The home {owner.home} refuses: {detail[:1].lower()}{detail[1:]}"
+            refusal.code, f"The site {owner.site_dir} refuses: {detail[:1].lower()}{detail[1:]}"
         ) from refusal

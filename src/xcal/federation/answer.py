@@ -25,7 +25,7 @@ from xcal.federation.exchange import (
     RoundRequest,
     check_weights,
 )
-from xcal.federation.home import ClientHome, Owner, logged
+from xcal.federation.loaded_site import Held, keep_freed_memory, torch_threads
 from xcal.federation.messages import (
     Refusal,
     Reply,
@@ -39,7 +39,7 @@ from xcal.federation.policy import admit_experiment, filtered
 from xcal.federation.preflight import check_network
 from xcal.federation.refusals import Refused, naming, paid_so_far
 from xcal.federation.rounds import OnStep, client_round, run_terms
-from xcal.federation.site import Held, keep_freed_memory, torch_threads
+from xcal.federation.site_directory import Owner, SiteDirectory, logged
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import checked_plan, method_of
 from xcal.plugins import OwnCodeError, blamed
@@ -64,18 +64,18 @@ class Client(Protocol):
         ...
 
 
-def answer(home: Path, message: bytes, on_step: OnStep | None = None) -> bytes:
+def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> bytes:
     """A client's answer to a server's request, encoded. Never raises; never tells a secret.
 
-    Guarantee: nothing is released that the home's ledger has not recorded as paid; a refusal
+    Guarantee: nothing is released that the site's ledger has not recorded as paid; a refusal
     releases and charges nothing beyond steps already made; no text of an error leaves.
     """
-    opened: ClientHome | None = None
-    client, about = home.name[:100], dict[str, str | int]()
+    opened: SiteDirectory | None = None
+    client, about = site_dir.name[:100], dict[str, str | int]()
     try:
-        with logged(home, about):
-            with naming("home"):
-                opened = ClientHome.open(home)
+        with logged(site_dir, about):
+            with naming("site"):
+                opened = SiteDirectory.open(site_dir)
             client = opened.name
             with naming("malformed"):
                 asked = decode_request(message, opened.policy.max_message)
@@ -87,7 +87,7 @@ def answer(home: Path, message: bytes, on_step: OnStep | None = None) -> bytes:
         )
         question = Question(asked.client, request, asked.weights, asked.head, asked.frozen)
         reply = Reply(client, asked.run, asked.round, respond(opened, question, on_step))
-        with logged(home, about):
+        with logged(site_dir, about):
             data = encode_reply(reply)
         opened.log_message("sent", "reply", fields_of(data))
         return data
@@ -102,12 +102,12 @@ def answer(home: Path, message: bytes, on_step: OnStep | None = None) -> bytes:
 
 
 def respond(client: Client, question: Question, on_step: OnStep | None = None) -> RoundReply:
-    """A client's answer. Raises `Refused`; what is refused or fails is in the home's log.
+    """A client's answer. Raises `Refused`; what is refused or fails is in the site's log.
 
     Policy, data, plan, network, weights and ledger are checked before any charge.
     """
     about = {"run": question.request.run, "round": question.request.round}
-    with logged(client.owner.home, about), torch_threads(client.threads):
+    with logged(client.owner.site_dir, about), torch_threads(client.threads):
         try:
             return _respond(client, question, on_step)
         except Exception as error:
@@ -141,8 +141,10 @@ def _respond(client: Client, question: Question, on_step: OnStep | None) -> Roun
     with naming("data"):
         site, classes, side = client.hold(experiment)
     units = site.data.units
-    if experiment.batch > units:
-        raise Refused("plan-refused", f"The batch {experiment.batch} exceeds {units} units.")
+    if experiment.expected_batch_size > units:
+        raise Refused(
+            "plan-refused", f"The batch {experiment.expected_batch_size} exceeds {units} units."
+        )
     with naming("plan-refused"):
         plan = checked_plan(method, experiment, units, len(asked.own_rounds))
     with naming("network-not-allowed"):

@@ -116,7 +116,7 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
             (f"insertion AUC ({count} images)", _number(explained["insertion_auc"])),
             (f"deletion AUC ({count} images)", _number(explained["deletion_auc"])),
         ]
-        place = explained.get("localisation")
+        place = explained.get("localization")
         if place is not None:
             rows += [
                 (f"pointing game ({count} images)", _number(place["pointing"])),
@@ -151,8 +151,8 @@ def _data(
     units = [str(client["units"]) for client in result["clients"]]
     unit = data.group_name if experiment.unit == "group" and grouped else "image"
     lines = [
-        f"Set: {_plain(data.name)}, {experiment.pixels}×{experiment.pixels} pixels. Licence:"
-        f" {_plain(data.licence)}.",
+        f"Set: {_plain(data.name)}, {experiment.pixels}×{experiment.pixels} pixels. License:"
+        f" {_plain(data.license)}.",
         f"Classes: {', '.join(map(_plain, data.classes))}.",
         f"Groups: images of one {data.group_name} belong together."
         if grouped

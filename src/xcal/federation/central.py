@@ -1,4 +1,4 @@
-"""A trusted server's own round: its home, its ledger, its noise.
+"""A trusted server's own round: its site, its ledger, its noise.
 
 The ledger is the same as a client's, with the client as its unit: charged, durably, before the
 averaged model is released to anyone.
@@ -39,21 +39,21 @@ from xcal.plugins import OwnCodeError
 
 @dataclass(frozen=True)
 class ServerSite:
-    """A server as its operator holds it: run, home, noise."""
+    """A server as its operator holds it: run, site, noise."""
 
     run: str
-    home: Path
+    site_dir: Path
     noise: NoiseSource
 
     @property
     def ledger_path(self) -> Path:
-        return self.home / "ledger.sqlite"
+        return self.site_dir / "ledger.sqlite"
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         """Only seeded noise can be replayed, so only then inputs are compared."""
         if self.noise.name != "seeded":
             return None
-        path = self.home / "replay.key"
+        path = self.site_dir / "replay.key"
         if not path.exists():
             write_bytes(path, secrets.token_bytes(32))
         context = repr((experiment.identity(), torch.__version__, np.__version__))

@@ -1,7 +1,7 @@
 """Public constants for a head that reads columns: made of public images, kept in a weights file.
 
 The images are the data set's validation images, which no guarantee covers: they are public, as
-everywhere in this package, and at homes of a real population somebody must have agreed. Labels are
+everywhere in this package, and at sites of a real population somebody must have agreed. Labels are
 not looked at. Clients elsewhere get the file, like any published weights; the request's digest of
 frozen parts refuses a client that has another one.
 """
@@ -22,9 +22,9 @@ from xcal.data.store import data_root
 from xcal.errors import UserError
 from xcal.federation.files import write_tensors
 from xcal.federation.setup import AGREE, DATA_SEED, may_measure
-from xcal.models.columns import CONSTANTS, constants_of
+from xcal.models.backbone import Split
+from xcal.models.probe import CONSTANTS, constants_of
 from xcal.models.registry import build_network
-from xcal.models.split import Split
 from xcal.models.weights import load_published, read_weights
 
 MOST_IMAGES = 512

@@ -60,7 +60,7 @@ class Progress(Protocol):
         ...
 
 
-class Silent:
+class NullCallback:
     """Nobody does."""
 
     def start(self, total_steps: int, done_steps: int) -> None: ...
@@ -116,7 +116,7 @@ class Remote:
         self._frozen = frozen_digest(model)
         size = sum(p.numel() * p.element_size() for p in trainable(model).values())
         self._largest = size + 2 * MAX_HEADER  # no honest answer is longer
-        self._progress = progress or Silent()
+        self._progress = progress or NullCallback()
 
     def ask(
         self, round_number: int, questions: Sequence[Question], timeout: float | None
@@ -226,7 +226,7 @@ class Coordinator:
     ) -> None:
         experiment = federation.experiment
         self.folder, self.federation, self.rule = folder, federation, rule
-        self.progress = progress or Silent()
+        self.progress = progress or NullCallback()
         self.model = build_network(experiment, len(federation.data.classes)).to(experiment.device)
         first: Weights = {k: p.detach().clone() for k, p in trainable(self.model).items()}
         self.state = load_state(folder, first, rule, experiment.device)
@@ -235,7 +235,9 @@ class Coordinator:
         validation = federation.data.validation
         judged = public_subset(validation, experiment.validation_images)
         self._validation = (
-            None if judged is None else PublicImages(judged, experiment.device, experiment.keep_mb)
+            None
+            if judged is None
+            else PublicImages(judged, experiment.device, experiment.feature_cache_mb)
         )
         self._explained = (
             public_subset(validation, experiment.road_images) if federation.explains else None

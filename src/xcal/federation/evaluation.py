@@ -18,11 +18,11 @@ from xcal.data.normalize import to_tensor
 from xcal.explain.faithfulness import insertion_deletion
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.interval import mean_interval
-from xcal.explain.localisation import localisation
+from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
 from xcal.methods.feature_cache import Inputs
 from xcal.metrics.classification import classification_metrics, macro_f1
-from xcal.models.split import split_frozen
+from xcal.models.backbone import split_backbone
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def predict(
 class PublicImages:
     """Public images that are measured again and again.
 
-    What a network's frozen beginning makes of them is computed once and kept, where `keep_mb`
-    allows it. It is computed in fixed blocks, so that a resumed run measures the same to the bit.
+    What a network's frozen backbone makes of them is computed once and kept, where there is room in
+    `feature_cache_mb`, in fixed blocks, so that a resumed run measures the same to the bit.
     """
 
-    def __init__(self, images: Images, device: str = "cpu", keep_mb: int = 0) -> None:
+    def __init__(self, images: Images, device: str = "cpu", feature_cache_mb: int = 0) -> None:
         self._images = images
         self._inputs = Inputs(images.pixels, (View(),), 1.0, device)
-        self._keep_mb = keep_mb
+        self._keep_mb = feature_cache_mb
 
     def predict(self, model: nn.Module, on_images: OnImages = lambda *_: None) -> Predictions:
         """Predictions in evaluation mode; the model comes back in the mode it had."""
@@ -91,13 +91,13 @@ class PublicImages:
         return _predictions(self._images, pieces)
 
     def _probabilities(self, model: nn.Module) -> Iterator[NDArray[np.float64]]:
-        split = split_frozen(model) if self._keep_mb else None
+        split = split_backbone(model) if self._keep_mb else None
         kept = self._inputs.keep(split, 1, self._keep_mb)
         for start in range(0, len(self._images), _BATCH):
             chosen = np.arange(start, min(start + _BATCH, len(self._images)))
             plain = np.zeros_like(chosen)
             if kept and split is not None:
-                logits = split.go_on(self._inputs.activations(chosen, plain))
+                logits = split.forward_head(self._inputs.activations(chosen, plain))
             else:
                 logits = model(self._inputs.pictures(chosen, plain))
             yield torch.softmax(logits.double(), dim=1).cpu().numpy()
@@ -132,7 +132,7 @@ def explanation_metrics(
     maps_by: MapMethod = "gradcam",
     on_images: OnImages = lambda *_: None,
 ) -> dict[str, Any]:
-    """All measures of the model's maps: ROAD, insertion and deletion, localisation.
+    """All measures of the model's maps: ROAD, insertion and deletion, localization.
 
     Each mean comes with the interval that a sample of so many images leaves.
     """
@@ -157,8 +157,8 @@ def explanation_metrics(
     result["deletion_auc"] = float(curves.deletion_auc.mean()) if len(images) else None
     result["deletion_interval"] = between(curves.deletion_auc)
     if images.masks is not None:
-        place = localisation(maps, torch.from_numpy(images.masks))
-        result["localisation"] = {
+        place = localization(maps, torch.from_numpy(images.masks))
+        result["localization"] = {
             **place.summary(),
             "pointing_interval": between(place.pointing),
             "inside_interval": between(place.inside),

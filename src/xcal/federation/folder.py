@@ -133,7 +133,7 @@ class RunFolder:
             )
         return read_pinned(path)
 
-    def client_home(self, client: str) -> Path:
+    def client_dir(self, client: str) -> Path:
         return self.path / "clients" / client
 
     @property

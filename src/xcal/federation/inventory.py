@@ -44,8 +44,8 @@ INVENTORY: tuple[Field, ...] = (
         "reply",
         "number of units n",
         "public",
-        "declared in `home.toml`, whatever the data hold; where it is counted instead, the same for"
-        " zero-out neighbours, since a null unit is a unit",
+        "declared in `site.toml`, whatever the data hold; where it is counted instead, the same for"
+        " zero-out neighbors, since a null unit is a unit",
     ),
     Field(
         "report.steps",
@@ -112,7 +112,7 @@ INVENTORY: tuple[Field, ...] = (
         "reply",
         "whether adding or removing one unit is covered too",
         "public",
-        "how the client is set up: `units` in `home.toml`, and no cap on images",
+        "how the client is set up: `units` in `site.toml`, and no cap on images",
     ),
     Field("trace.round", "reply", "the round of each step", "public", "repeats the request"),
     Field("trace.step", "reply", "the number of each step", "public", "counts the steps"),
@@ -144,7 +144,7 @@ INVENTORY: tuple[Field, ...] = (
         "why it was refused, one of a fixed list",
         "public",
         "follows from the request, the policy, the ledger's totals and the declared units; `data`,"
-        " `home`, `busy` and `internal` tell that something failed at the client and not what",
+        " `site`, `busy` and `internal` tell that something failed at the client and not what",
     ),
 )
 
@@ -154,7 +154,7 @@ HEAD = """# What a client sends
 Made from `src/xcal/federation/inventory.py` by `python docs/make_messages.py`; a test compares it
 with the fields of the messages and with the log of a real run. A client's owner can withhold every
 `report.` and `trace.` field but `client`, `units`, `halted`, `noise` and `add_remove` (`report` in
-`policy.toml`); a withheld field is sent as null. With `message_log = true` in `home.toml` a client
+`policy.toml`); a withheld field is sent as null. With `message_log = true` in `site.toml` a client
 writes names and sizes of all that it sends to `messages.jsonl`.
 
 | field | in | what it is | kind | what pays for it, or why it is public |

@@ -9,29 +9,31 @@ from xcal.errors import UserError
 from xcal.experiments import read_toml
 
 
-def no_such_home(home: str, *, begun: bool) -> UserError:
-    """A home named by a run is not there; most often the path is relative to another folder."""
-    if Path(home).is_absolute():
+def no_such_home(site_dir: str, *, begun: bool) -> UserError:
+    """A site named by a run is not there; most often the path is relative to another folder."""
+    if Path(site_dir).is_absolute():
         return UserError(
-            f"There is no home {home}: put it back, or make one with `xcal home init` or `xcal"
+            f"There is no site {site_dir}: put it back, or make one with `xcal site init` or `xcal"
             " ledger create`."
         )
     what = (
         "do this in the folder that the run was started in"
         if begun
-        else "name its whole path, or make it with `xcal home init`"
+        else "name its whole path, or make it with `xcal site init`"
     )
-    return UserError(f"There is no home {home} in {Path.cwd()}, and the path is relative: {what}.")
+    return UserError(
+        f"There is no site {site_dir} in {Path.cwd()}, and the path is relative: {what}."
+    )
 
 
 def _homes_of(run: Path) -> tuple[str, ...]:
-    """The homes that a run's folder names; their ledgers are not in it."""
+    """The sites that a run's folder names; their ledgers are not in it."""
     file = run / "experiment.toml"
-    return tuple(read_toml(file).get("homes") or ()) if file.exists() else ()
+    return tuple(read_toml(file).get("sites") or ()) if file.exists() else ()
 
 
 def find_ledgers(path: Path) -> Iterator[Path]:
-    """The ledgers meant by a path: a ledger, a client home, or a run's folder."""
+    """The ledgers meant by a path: a ledger, a site, or a run's folder."""
     if path.is_file():
         yield path
         return
@@ -42,14 +44,12 @@ def find_ledgers(path: Path) -> Iterator[Path]:
         (path / "clients").glob("*/ledger.sqlite"),
         key=lambda p: (len(p.parent.name), p.parent.name),
     )
-    for home in _homes_of(path):
-        if not Path(home).is_dir():
-            raise no_such_home(home, begun=True)
-        found.append(Path(home) / "ledger.sqlite")
+    for site_dir in _homes_of(path):
+        if not Path(site_dir).is_dir():
+            raise no_such_home(site_dir, begun=True)
+        found.append(Path(site_dir) / "ledger.sqlite")
     if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
         found.append(path / "server" / "ledger.sqlite")
     if not found:
-        raise UserError(
-            f"There is no ledger at {path}: give a ledger, a client home or a run's folder."
-        )
+        raise UserError(f"There is no ledger at {path}: give a ledger, a site or a run's folder.")
     yield from found

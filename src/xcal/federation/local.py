@@ -22,27 +22,27 @@ from xcal.federation.coordinator import (
     Answer,
     Carrier,
     Coordinator,
+    NullCallback,
     Progress,
     Remote,
-    Silent,
 )
 from xcal.federation.exchange import Question
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
-from xcal.federation.home import Owner, read_owner
+from xcal.federation.loaded_site import Held, LoadedSite, keep_freed_memory, torch_threads
 from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
 from xcal.federation.refusals import Refused
 from xcal.federation.rounds import OnStep
-from xcal.federation.setup import Federation, ask_homes, prepare
+from xcal.federation.setup import Federation, ask_sites, prepare
 from xcal.federation.simulated import make_ledger
-from xcal.federation.site import Held, Site, keep_freed_memory, torch_threads
+from xcal.federation.site_directory import Owner, read_owner
 from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.methods.client_data import LocalData
 from xcal.models.registry import build_network
 
-__all__ = ["InProcess", "Progress", "Silent", "public_subset", "run_experiment"]
+__all__ = ["InProcess", "NullCallback", "Progress", "public_subset", "run_experiment"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def run_experiment(
     `carrier`: an engine that carries messages to clients elsewhere; without one the clients are
     simulated on this machine, by as many `workers` as the configuration says if not given here.
     """
-    progress = progress or Silent()
+    progress = progress or NullCallback()
     handle = lock_folder(folder.path)
     try:
         finished = folder.result
@@ -162,7 +162,7 @@ def _run(
     if carrier is None:
         clients = make_clients(folder, federation, set(state.heads))
         if state.rounds < experiment.rounds:
-            ask_homes(federation, folder.about["run"])
+            ask_sites(federation, folder.about["run"])
         with closing(_transport(clients, federation, workers, progress.step)) as transport:
             model = coordinator.run(transport)
     else:
@@ -211,7 +211,7 @@ def _noise(experiment: Experiment) -> NoiseSource:
 
 
 def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> list[LocalClient]:
-    """The clients. A simulated home is made once; a home given by path must have a ledger.
+    """The clients. A simulated site is made once; a site given by path must have a ledger.
 
     `known`: clients that have answered before, whose ledgers must be there.
     """
@@ -220,15 +220,15 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
     clients = []
     for client, shard in enumerate(federation.parts.shards):
         name = str(client)
-        if experiment.homes is not None:
-            owner = read_owner(Path(experiment.homes[client]))
+        if experiment.sites is not None:
+            owner = read_owner(Path(experiment.sites[client]))
         else:
-            owner = Owner(folder.client_home(name))
+            owner = Owner(folder.client_dir(name))
             if not owner.ledger_path.exists() and name not in known:
                 make_ledger(owner.ledger_path, federation, client)
-        site = Site(
+        site = LoadedSite(
             client=name,
-            home=owner.home,
+            site_dir=owner.site_dir,
             data=LocalData(
                 federation.data.train.take(shard.indices),
                 unit=experiment.privacy_unit,
@@ -241,7 +241,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
             ),
             noise=_noise(experiment),
             dealt=federation.dealt,
-            partition=None if experiment.homes is None else federation.partition(client),
+            partition=None if experiment.sites is None else federation.partition(client),
             build_model=lambda: build_network(experiment, classes).to(experiment.device),
         )
         side = federation.data.train.pixels.shape[1]

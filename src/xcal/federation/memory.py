@@ -1,4 +1,4 @@
-"""What a home keeps of one run: its last answer, the round it began, the last step it saved.
+"""What a site keeps of one run: its last answer, the round it began, the last step it saved.
 
 reply.safetensors      the last answer, given again to the very same request
 begun.json             the round begun last, and the newest one answered
@@ -31,11 +31,11 @@ from xcal.federation.exchange import (
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
 from xcal.federation.refusals import Refused
 from xcal.methods.base import Method, save_state
-from xcal.methods.context import Optimiser, StepAverage, StepRecord, trainable
+from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
 from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: progress made under one of these goes on under another.
-_MACHINE = frozenset(("threads", "workers", "chunk", "device", "keep_mb"))
+_MACHINE = frozenset(("threads", "workers", "chunk", "device", "feature_cache_mb"))
 _STEP_BYTES = 400  # at most, of one step in an answer's text
 
 
@@ -60,7 +60,7 @@ class Begun:
 
 
 class RunMemory:
-    """One run's files in a client's home. Whatever is wrong with them is a sentence."""
+    """One run's files in a client's site. Whatever is wrong with them is a sentence."""
 
     def __init__(self, folder: Path, request: RoundRequest, digest: str) -> None:
         self._folder = folder
@@ -77,9 +77,9 @@ class RunMemory:
             return None
         stored = None if found is None else _stored(*found)
         if stored is None:
-            raise Refused("home", f"{path} cannot be read: it is damaged. Restore the newest one.")
+            raise Refused("site", f"{path} cannot be read: it is damaged. Restore the newest one.")
         if found is not None and found[1].get("run", self._request.run) != self._request.run:
-            raise Refused("home", f"{path} belongs to another run: put this run's own back.")
+            raise Refused("site", f"{path} belongs to another run: put this run's own back.")
         return stored
 
     def save_reply(self, state: Any, reply: RoundReply) -> None:
@@ -116,7 +116,7 @@ class RunMemory:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise Refused(
-                "home", f"There is no room for an answer in {self._folder}: {error.strerror}."
+                "site", f"There is no room for an answer in {self._folder}: {error.strerror}."
             ) from error
 
     # --- which rounds were begun ------------------------------------------------------------------
@@ -125,7 +125,7 @@ class RunMemory:
         """Write down that this round begins; refuse where the ledger knows forgotten rounds.
 
         A round that was begun and never answered, because the client died in it and the server went
-        on without, is no such round: the home wrote down that it began it, and after which answer.
+        on without, is no such round: the site wrote down that it began it, and after which answer.
         """
         now = self._request.round
         known = (self._folder / "begun.json").exists()
@@ -136,9 +136,9 @@ class RunMemory:
         forgotten = any(r > now or (remembered < r < now and r not in given_up) for r in paid)
         if forgotten or remembered not in (begun.after, begun.round) or remembered < begun.answered:
             raise Refused(
-                "home",
-                f"The ledger {ledger} knows rounds of this run that its home does not"
-                " remember: restore the home, or start a new run.",
+                "site",
+                f"The ledger {ledger} knows rounds of this run that its site does not"
+                " remember: restore the site, or start a new run.",
             )
         after = Begun(now, remembered, tuple(given_up), begun.answered)
         if after != begun or not known:
@@ -155,7 +155,7 @@ class RunMemory:
                 int(found.get("answered", -1)),
             )
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
-            raise Refused("home", f"{path} cannot be read: restore it from a backup.") from None
+            raise Refused("site", f"{path} cannot be read: restore it from a backup.") from None
 
     def _write_begun(self, value: Mapping[str, Any]) -> None:
         write_json(self._folder / "begun.json", value)
@@ -165,7 +165,7 @@ class RunMemory:
     def save_progress(
         self,
         model: nn.Module,
-        optimiser: Optimiser,
+        optimizer: Optimizer,
         tail: StepAverage,
         state: Any,
         trace: Sequence[StepRecord],
@@ -174,7 +174,7 @@ class RunMemory:
         if not self._can_save:
             return False
         tensors = {f"model/{k}": v.detach() for k, v in trainable(model).items()}
-        tensors |= {f"optimiser/{k}": v for k, v in optimiser.state().items()}
+        tensors |= {f"optimizer/{k}": v for k, v in optimizer.state().items()}
         tensors |= {f"tail/{k}": v for k, v in tail.state().items()}
         about = {
             "request": self._digest,
@@ -189,9 +189,9 @@ class RunMemory:
         return self._can_save
 
     def take_up(
-        self, method: Method, model: nn.Module, optimiser: Optimiser, tail: StepAverage
+        self, method: Method, model: nn.Module, optimizer: Optimizer, tail: StepAverage
     ) -> tuple[Any, list[StepRecord]] | None:
-        """Put model, optimiser and average as they were saved; None: begin with the first step.
+        """Put model, optimizer and average as they were saved; None: begin with the first step.
 
         Progress of another request or experiment, or that cannot be used, is none; the model is
         then as it was.
@@ -216,7 +216,7 @@ class RunMemory:
             raise  # a method that is to be repaired: what was saved is worth keeping
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
             return None
-        optimiser.load(part("optimiser/"))
+        optimizer.load(part("optimizer/"))
         tail.load(part("tail/"))
         return state, trace
 

@@ -123,7 +123,7 @@ GROUPS_ELSEWHERE = "person"  # or lesion, or picture: what each site counts as o
 def add_remove_of(
     federation: Federation, reports: Mapping[str, Mapping[str, Any]]
 ) -> frozenset[str]:
-    """Clients at which one unit may also come or go: by the homes given, or by what they report."""
+    """Clients at which one unit may also come or go: by the sites given, or by what they report."""
     if federation.parts is None:
         return frozenset(name for name, report in reports.items() if report.get("add_remove"))
     return frozenset(

@@ -1,8 +1,8 @@
-"""Which partition of a data set a home's ledger pays for, remembered from the first charge on.
+"""Which partition of a data set a site's ledger pays for, remembered from the first charge on.
 
-One data set spread over several homes anew, by another seed say, would move people from one ledger
-to another: each would grant them its whole limit. So a home of a real population keeps to the
-partition it was first charged for. The file stays at the home; its digest is made of private names.
+One data set spread over several sites anew, by another seed say, would move people from one ledger
+to another: each would grant them its whole limit. So a site of a real population keeps to the
+partition it was first charged for. The file stays at the site; its digest is made of private names.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class PartitionRecord:
             return f"all of {self.keys['data']!r}"
         return f"partition {self.partition_id} of {self.num_partitions} of {self.keys['data']!r}"
 
-    def remember(self, home: Path) -> None:
-        """Write it down, durably, unless the home remembers one already. Call before a charge."""
-        if recorded_partition(home) is None:
+    def remember(self, site_dir: Path) -> None:
+        """Write it down, durably, unless the site remembers one already. Call before a charge."""
+        if recorded_partition(site_dir) is None:
             kept = {name: value for name, value in vars(self).items() if name != "shared"}
-            write_json(home / _FILE, kept)
+            write_json(site_dir / _FILE, kept)
 
-    def check_remembered(self, home: Path) -> None:
-        """Refuse these images where the home's ledger has paid for another partition."""
-        known = recorded_partition(home)
+    def check_remembered(self, site_dir: Path) -> None:
+        """Refuse these images where the site's ledger has paid for another partition."""
+        known = recorded_partition(site_dir)
         if known is None or known.images == self.images:
             return
         if known.num_partitions == self.num_partitions == 1:
-            return  # nobody's charges go elsewhere where one home has all there is
+            return  # nobody's charges go elsewhere where one site has all there is
         differ = [k for k in PARTITION_KEYS if known.keys.get(k) != self.keys[k]]
         if known.num_partitions != self.num_partitions:
             differ = ["clients"]  # the others matter among as many only
@@ -88,15 +88,15 @@ class PartitionRecord:
             then, now = (f"{p} with {t}" for p, t in zip((known, self), told, strict=True))
             what = f"go back to {told[0]}"
         elif known.partition_id != self.partition_id:
-            then, now, what = str(known), str(self), "name the homes in their old order"
+            then, now, what = str(known), str(self), "name the sites in their old order"
         else:
             then, now = f"{known} as it was", "what it is now that the data set changed"
             what = "restore the data set as it was imported"
         raise Refused(
             "data",
-            f"The ledger of the home {home} was charged for {then}, and this run has {now}: people"
-            f" would move between ledgers, each of which grants its own limit; {what}, or give"
-            " every home a data set of its own.",
+            f"The ledger of the site {site_dir} was charged for {then}, and this run has {now}:"
+            f" people would move between ledgers, each of which grants its own limit; {what}, or give"
+            " every site a data set of its own.",
         )
 
 
@@ -105,9 +105,9 @@ def _told(key: str, value: object) -> str:
     return f"no {key}" if value is None else to_toml({key: value}).strip()
 
 
-def recorded_partition(home: Path) -> PartitionRecord | None:
-    """What a home remembers; None where it was never charged, or before it wrote this down."""
-    path = home / _FILE
+def recorded_partition(site_dir: Path) -> PartitionRecord | None:
+    """What a site remembers; None where it was never charged, or before it wrote this down."""
+    path = site_dir / _FILE
     if not path.exists():
         return None
     try:

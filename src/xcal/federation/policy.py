@@ -66,7 +66,7 @@ def read_table(kind: type[Table], path: Path, what: str) -> Table:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: `xcal home init` makes a {what}.") from None
+        raise UserError(f"{path} is missing: `xcal site init` makes a {what}.") from None
     except (OSError, UnicodeDecodeError):
         raise UserError(f"{path} cannot be read as text.") from None
     except tomllib.TOMLDecodeError as error:
@@ -180,7 +180,7 @@ def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTe
 
 
 def filtered(policy: Policy, report: dict[str, Any]) -> dict[str, Any]:
-    """A report with what the owner does not let out replaced by None."""
+    """A report with what the owner does not released replaced by None."""
     return {
         name: value if name in ALWAYS_REPORTED or name in policy.report else None
         for name, value in report.items()

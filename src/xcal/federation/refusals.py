@@ -47,7 +47,7 @@ CODES: dict[str, str] = {
     "ledger": "the client's ledger does not admit it, or cannot be used",
     "busy": "the client is still at work on another request",
     "data": "the client's data cannot be had at what the request asks for",
-    "home": "the client's own files need its owner's attention",
+    "site": "the client's own files need its owner's attention",
     "internal": "something failed at the client; its owner finds the detail in the refusal log",
 }
 

@@ -24,20 +24,20 @@ from xcal.federation.exchange import (
     load_weights,
     request_digest,
 )
+from xcal.federation.loaded_site import LoadedSite, Pace
 from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.refusals import Refused
-from xcal.federation.site import Pace, Site
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
-    Optimiser,
+    Optimizer,
     StepAverage,
     StepContext,
     StepRecord,
 )
 from xcal.methods.guard import StepGuard
-from xcal.methods.passes import kept_alike, rows_apart
+from xcal.methods.passes import is_batch_invariant, is_cache_exact
 from xcal.methods.registry import checked_plan, method_of
-from xcal.models.split import Split, split_frozen
+from xcal.models.backbone import Split, split_backbone
 
 OnStep = Callable[[int], None]
 
@@ -76,7 +76,7 @@ def add_remove_holds(declared: bool, dealt: bool, experiment: Experiment) -> boo
 
 
 def client_round(
-    request: RoundRequest, weights: Weights, site: Site, on_step: OnStep | None = None
+    request: RoundRequest, weights: Weights, site: LoadedSite, on_step: OnStep | None = None
 ) -> RoundReply:
     """Train one round at one client.
 
@@ -87,7 +87,7 @@ def client_round(
     with Ledger(site.ledger_path, expected=site.expected_head) as ledger:
         remembered = site.remembered_head()
         if remembered is not None:
-            ledger.check_holds(remembered, "this home")
+            ledger.check_holds(remembered, "this site")
         if site.admit is not None:  # now that no other run can reserve in between
             site.admit(ledger)
         memory = RunMemory(site.folder(request.run), request, digest)
@@ -114,7 +114,7 @@ def _ignore(count: int) -> None:
 def _train(
     request: RoundRequest,
     weights: Weights,
-    site: Site,
+    site: LoadedSite,
     ledger: Ledger,
     memory: RunMemory,
     previous: StoredReply | None,
@@ -133,13 +133,15 @@ def _train(
             f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused.",
         )
     model = site.build_model()
-    rows, keep_mb = _passes(model, experiment) if clips_units(method) else (0, experiment.keep_mb)
+    rows, feature_cache_mb = (
+        _passes(model, experiment) if clips_units(method) else (0, experiment.feature_cache_mb)
+    )
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     # Also before: a method of the user's own may fail here.
     state = method.begin_round(method.load_state(previous.state if previous else None))
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
     if site.partition is not None and ledger.terms.of_real_people:
-        site.partition.remember(site.home)  # before the first charge
+        site.partition.remember(site.site_dir)  # before the first charge
     seeded = site.noise.name == "seeded"
     account = (
         Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
@@ -155,22 +157,22 @@ def _train(
             site.ledger_path, account.rounds_paid, -1 if previous is None else previous.round
         )
 
-    optimiser = Optimiser(
+    optimizer = Optimizer(
         model,
         experiment.optimizer,
         experiment.lr,
         experiment.momentum,
         private=account is not None,
     )
-    steps = experiment.local_epochs * -(-site.data.units // experiment.batch)
+    steps = experiment.local_epochs * -(-site.data.units // experiment.expected_batch_size)
     # Where an answer could not be kept, nothing is to be paid for it.
     memory.hold_room(weights, steps)
     site.remember(ledger.head)
     tail = StepAverage(model, steps, experiment.average_steps)
-    split = _worth_keeping(site, model, method, keep_mb)
-    kept = site.data.keep_activations(split, keep_mb, rows)
+    split = _worth_keeping(site, model, method, feature_cache_mb)
+    kept = site.data.cache_features(split, feature_cache_mb, rows)
     trace: list[StepRecord] = []
-    taken_up = memory.take_up(method, model, optimiser, tail)
+    taken_up = memory.take_up(method, model, optimizer, tail)
     if taken_up is not None:
         state, trace = taken_up
     first = len(trace)
@@ -190,9 +192,9 @@ def _train(
         data=site.data,
         noise=site.noise,
         account=account,
-        optimiser=optimiser,
-        batch=experiment.batch,
-        clip=experiment.clip,
+        optimizer=optimizer,
+        batch=experiment.expected_batch_size,
+        clip=experiment.max_grad_norm,
         replay=site.replay_key(experiment),
         validation_losses=request.validation_losses,
         own_rounds=len(request.own_rounds),
@@ -223,10 +225,10 @@ def _train(
             on_step(1)
         except SetAside:
             # Where it cannot be kept it goes on: under secure noise it would be paid for again.
-            if memory.save_progress(model, optimiser, tail, state, trace):
+            if memory.save_progress(model, optimizer, tail, state, trace):
                 raise
         if pace.due():
-            memory.save_progress(model, optimiser, tail, state, trace)
+            memory.save_progress(model, optimizer, tail, state, trace)
             pace.done()
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
@@ -238,26 +240,28 @@ def _train(
 
 
 def _passes(model: nn.Module, experiment: Experiment) -> tuple[int, int]:
-    """Images in every pass (0: any number), and megabytes for what a frozen beginning makes.
+    """Images in every pass (0: any number), and megabytes for what a frozen backbone makes.
 
     So that nobody's numbers depend on who else was drawn, or on how many images others have.
     """
     image = (3, experiment.pixels, experiment.pixels)
-    rows = rows_apart(model, image, min(experiment.rows, experiment.chunk))
-    return rows, experiment.keep_mb if kept_alike(model, image, rows) else 0
+    rows = is_batch_invariant(model, image, min(experiment.rows, experiment.chunk))
+    return rows, experiment.feature_cache_mb if is_cache_exact(model, image, rows) else 0
 
 
-def _worth_keeping(site: Site, model: nn.Module, method: Method, megabytes: int) -> Split | None:
+def _worth_keeping(
+    site: LoadedSite, model: nn.Module, method: Method, megabytes: int
+) -> Split | None:
     """The split whose beginning's activations are kept.
 
     For a method with a signal it lies before the explained map, if that fits: the images would
     else go through the beginning once more to be explained.
     """
     if method.uses >= SIGNAL_KEYS and getattr(model, "cam_layer", None) is not None:
-        explained = split_frozen(model, seen=str(model.cam_layer))
+        explained = split_backbone(model, seen=str(model.cam_layer))
         if explained is not None and site.data.fits(explained, megabytes):
             return explained
-    return split_frozen(model)
+    return split_backbone(model)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -265,7 +269,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _report(
-    site: Site,
+    site: LoadedSite,
     method: Method,
     experiment: Experiment,
     plan: Plan | None,

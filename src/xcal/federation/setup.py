@@ -31,7 +31,7 @@ from xcal.methods.registry import checked_plan, method_of
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 AGREE = (
-    "at homes of a real population have somebody agree to it with public_validation = true and"
+    "at sites of a real population have somebody agree to it with public_validation = true and"
     " public_validation_by"
 )
 
@@ -48,7 +48,7 @@ class Federation:
     plans: tuple[Plan | None, ...]
     server_plan: Plan | None = None  # where a trusted server adds the noise
     names: tuple[str, ...] = ()  # of the clients; numbers where they are simulated
-    declared: tuple[int | None, ...] = ()  # units by the homes' own files; None: counted
+    declared: tuple[int | None, ...] = ()  # units by the sites' own files; None: counted
     warnings: tuple[str, ...] = ()  # what the run will not be able to measure
     shared_groups: int = 0  # of the training images, that the set has in validation or test too
     explains: bool = True  # whether the network's answers can be explained
@@ -68,7 +68,7 @@ class Federation:
         return many or self.experiment.train_images is not None
 
     def partition(self, client: int) -> PartitionRecord:
-        """Which images a client of this process has, for its home to remember."""
+        """Which images a client of this process has, for its site to remember."""
         assert self.parts is not None
         return PartitionRecord.of(
             self.data.train.take(self.parts.shards[client].indices),
@@ -89,7 +89,9 @@ class Federation:
     def steps_of_round(self, client: int) -> int:
         if self.parts is None:
             return 0  # how many units a client elsewhere has, it tells with its first answer
-        return self.experiment.local_epochs * -(-self.units(client) // self.experiment.batch)
+        return self.experiment.local_epochs * -(
+            -self.units(client) // self.experiment.expected_batch_size
+        )
 
 
 def _units(images: Images, shard: Shard, unit: str) -> int:
@@ -98,28 +100,28 @@ def _units(images: Images, shard: Shard, unit: str) -> int:
 
 
 def _declared(experiment: Experiment, clients: int) -> tuple[int | None, ...]:
-    """The units that homes given by path declare; one with a ledger and no `home.toml` counts."""
-    from xcal.federation.home import HomeTable  # whose module builds on this one
+    """The units that sites given by path declare; one with a ledger and no `site.toml` counts."""
+    from xcal.federation.site_directory import SiteTable  # whose module builds on this one
 
-    if experiment.homes is None:
+    if experiment.sites is None:
         return (None,) * clients
     found: list[int | None] = []
-    for client, home in enumerate(experiment.homes):
-        file = Path(home) / "home.toml"
-        with _refusing(experiment, client, "home"):
-            found.append(read_table(HomeTable, file, "home").units if file.exists() else None)
+    for client, site_dir in enumerate(experiment.sites):
+        file = Path(site_dir) / "site.toml"
+        with _refusing(experiment, client, "site"):
+            found.append(read_table(SiteTable, file, "site").units if file.exists() else None)
     return tuple(found)
 
 
 @contextmanager
 def _refusing(experiment: Experiment, client: int, code: str) -> Iterator[None]:
-    """Within: what is refused for a client is written down at its home, where it has one."""
-    from xcal.federation.home import logged  # whose module builds on this one
+    """Within: what is refused for a client is written down at its site, where it has one."""
+    from xcal.federation.site_directory import logged  # whose module builds on this one
 
-    if experiment.homes is None:
+    if experiment.sites is None:
         yield
         return
-    with logged(Path(experiment.homes[client]), {"run": "a new run"}), naming(code):
+    with logged(Path(experiment.sites[client]), {"run": "a new run"}), naming(code):
         yield
 
 
@@ -201,17 +203,17 @@ def check_groups_apart(unit: str, data: ImageData) -> None:
 def may_measure(experiment: Experiment) -> bool:
     """Whether the set's validation and test images may be used: they leave no trace in a ledger.
 
-    At homes of a real population somebody has to agree, by name.
+    At sites of a real population somebody has to agree, by name.
     """
-    if experiment.homes is None or experiment.public_validation:
+    if experiment.sites is None or experiment.public_validation:
         return True
-    return not any(_is_real(Path(home)) for home in experiment.homes)
+    return not any(_is_real(Path(site_dir)) for site_dir in experiment.sites)
 
 
-def _is_real(home: Path) -> bool:
-    """Whether a home's ledger protects a real population; one that cannot be read may."""
+def _is_real(site_dir: Path) -> bool:
+    """Whether a site's ledger protects a real population; one that cannot be read may."""
     try:
-        terms = terms_of(read_rows(home / "ledger.sqlite"))
+        terms = terms_of(read_rows(site_dir / "ledger.sqlite"))
     except UserError:
         return True
     return terms.of_real_people
@@ -265,7 +267,7 @@ def load_parts(experiment: Experiment) -> tuple[Experiment, ImageData, Partition
 def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     """Data, partition, schedule and plans: every refusal that can come, comes here.
 
-    `new`: the run has not begun, so homes given by path are asked whether they would admit it.
+    `new`: the run has not begun, so sites given by path are asked whether they would admit it.
     """
     method = method_of(experiment)
     check_views(experiment.views, experiment.augment)
@@ -274,11 +276,11 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     if experiment.paired and experiment.noise_source != "seeded":
         raise UserError(
             "paired = true lets methods share their noise, which only a simulation may: leave it"
-            " out, or set noise = 'seeded' and no homes."
+            " out, or set noise = 'seeded' and no sites."
         )
-    for home in experiment.homes or ():
-        if not Path(home).is_dir():
-            raise no_such_home(home, begun=not new)
+    for site_dir in experiment.sites or ():
+        if not Path(site_dir).is_dir():
+            raise no_such_home(site_dir, begun=not new)
     experiment, data, parts = load_parts(experiment)
     shared_groups = data.shared_groups  # also where no such image may be measured
     if new:  # one that began before this was asked goes on
@@ -292,30 +294,31 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         None if method.pooled else experiment.participants,
         experiment.seed,
     )
-    if experiment.homes is not None and len(experiment.homes) != clients:
+    if experiment.sites is not None and len(experiment.sites) != clients:
         raise UserError(
-            f"homes names {len(experiment.homes)} folders for {clients} clients: name one each."
+            f"sites names {len(experiment.sites)} folders for {clients} clients: name one each."
         )
     if (
-        experiment.homes is not None
-        and len({Path(h).resolve() for h in experiment.homes}) < clients
+        experiment.sites is not None
+        and len({Path(h).resolve() for h in experiment.sites}) < clients
     ):
-        raise UserError("homes names one folder twice: every client needs a home of its own.")
+        raise UserError("sites names one folder twice: every client needs a site of its own.")
     declared = _declared(experiment, clients)
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):
         units = _units(train, shard, experiment.privacy_unit)
         declaration = declared[client]
         if declaration is not None:
-            assert experiment.homes is not None
-            with _refusing(experiment, client, "home"):
-                check_declared_units(units, declaration, f"{experiment.homes[client]}/home.toml")
+            assert experiment.sites is not None
+            with _refusing(experiment, client, "site"):
+                check_declared_units(units, declaration, f"{experiment.sites[client]}/site.toml")
             units = declaration
         own = sum(client in chosen for chosen in schedule)
         with _refusing(experiment, client, "plan-refused"):
-            if experiment.batch > units:
+            if experiment.expected_batch_size > units:
                 raise UserError(
-                    f"batch ({experiment.batch}) exceeds the {units} units of client {client}:"
+                    f"expected_batch_size ({experiment.expected_batch_size}) exceeds the {units} units of"
+                    f" client {client}:"
                     " choose a smaller batch, fewer clients or more data."
                 )
             plans.append(checked_plan(method, experiment, units, own) if own else None)
@@ -344,19 +347,19 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         explains=unexplained is None,
     )
     if new:
-        ask_homes(federation, "a new run")
+        ask_sites(federation, "a new run")
     return federation
 
 
-def ask_homes(federation: Federation, run: str) -> None:
-    """Refuse a run that one of its homes would refuse, before any of them is charged."""
-    from xcal.federation.admission import ask_home  # whose modules build on this one
+def ask_sites(federation: Federation, run: str) -> None:
+    """Refuse a run that one of its sites would refuse, before any of them is charged."""
+    from xcal.federation.admission import ask_site  # whose modules build on this one
 
     experiment = federation.experiment
-    for client, home in enumerate(experiment.homes or ()):
+    for client, site_dir in enumerate(experiment.sites or ()):
         if federation.parts is not None and federation.own_rounds(client):
-            ask_home(
-                Path(home),
+            ask_site(
+                Path(site_dir),
                 run,
                 experiment,
                 federation.method,
@@ -373,15 +376,15 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
     makes its plan from the units it declares, and the server the same one from its first answer.
     """
     method = method_of(experiment)
-    if method.pooled or experiment.homes is not None:
+    if method.pooled or experiment.sites is not None:
         raise UserError(
-            "The clients of this federation hold their own data and homes: leave out homes, and"
+            "The clients of this federation hold their own data and sites: leave out sites, and"
             " choose another method than centralized."
         )
     if experiment.group_cap is not None:
         raise UserError(
             "group_cap is each client's own choice where it holds its own data: leave it out, and"
-            " have it set in home.toml."
+            " have it set in site.toml."
         )
     if len(set(names)) != len(names) or len(names) != experiment.clients:
         raise UserError(

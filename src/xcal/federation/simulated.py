@@ -1,4 +1,4 @@
-"""Homes that a simulation makes for its clients, inside the run's folder."""
+"""Sites that a simulation makes for its clients, inside the run's folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms
 from xcal.federation.files import write_bytes
 from xcal.federation.folder import RunFolder
-from xcal.federation.home import HomeTable, commented
 from xcal.federation.policy import Policy
 from xcal.federation.setup import Federation
+from xcal.federation.site_directory import SiteTable, commented
 
 
 def make_ledger(path: Path, federation: Federation, client: int) -> None:
@@ -27,8 +27,8 @@ def make_ledger(path: Path, federation: Federation, client: int) -> None:
     ledger.create(path, terms)
 
 
-def make_homes(folder: RunFolder, federation: Federation, threads: int) -> None:
-    """One home a client, for engines whose clients are other processes.
+def make_sites(folder: RunFolder, federation: Federation, threads: int) -> None:
+    """One site a client, for engines whose clients are other processes.
 
     Each allows what the experiment asks for and nothing else. A ledger is made once: where a
     client has answered before and its ledger is gone, nothing is made, and the client refuses.
@@ -51,9 +51,9 @@ def make_homes(folder: RunFolder, federation: Federation, threads: int) -> None:
     policy = Policy(**terms)
     weights = None if experiment.weights is None else str(Path(experiment.weights).resolve())
     for client, name in enumerate(federation.names):
-        home = folder.client_home(name)
-        if not (home / "ledger.sqlite").exists() and name not in known:
-            make_ledger(home / "ledger.sqlite", federation, client)
+        site_dir = folder.client_dir(name)
+        if not (site_dir / "ledger.sqlite").exists() and name not in known:
+            make_ledger(site_dir / "ledger.sqlite", federation, client)
         keys: dict[str, Any] = {
             "client": name,
             "population": f"simulated client {name}",
@@ -64,10 +64,10 @@ def make_homes(folder: RunFolder, federation: Federation, threads: int) -> None:
             "threads": threads,
             "chunk": experiment.chunk,
             "pass_rows": experiment.pass_rows,
-            "keep_mb": experiment.keep_mb,
+            "feature_cache_mb": experiment.feature_cache_mb,
             "simulated": seeded,
             "seed": experiment.seed if seeded else None,
         }
-        home.mkdir(parents=True, exist_ok=True)
-        write_bytes(home / "home.toml", commented(HomeTable(**keys)).encode())
-        write_bytes(home / "policy.toml", commented(policy).encode())
+        site_dir.mkdir(parents=True, exist_ok=True)
+        write_bytes(site_dir / "site.toml", commented(SiteTable(**keys)).encode())
+        write_bytes(site_dir / "policy.toml", commented(policy).encode())

@@ -171,7 +171,9 @@ class AdaptiveNoise(LocalMethod):
         plan: Plan,
         state: AdapState,
     ) -> tuple[AdapState, StepRecord]:
-        rule = AdapRule(plan, experiment.clip, experiment.clip_factor, experiment.sigma_decay)
+        rule = AdapRule(
+            plan, experiment.max_grad_norm, experiment.clip_factor, experiment.sigma_decay
+        )
         return adap_step(context, step, rule, state)  # which sees by itself that a round begins
 
 

@@ -96,7 +96,7 @@ def contributing_units(sums: ClippedSum, batch: Batch) -> NDArray[np.bool_]:
     return mask
 
 
-def centred_count(norms: NDArray[np.float64], clip: float, counted: NDArray[np.bool_]) -> float:
+def centered_count(norms: NDArray[np.float64], clip: float, counted: NDArray[np.bool_]) -> float:
     """Σ(1[norm ≤ C] − ½) over the counted units: zeroing one unit moves it by at most ½."""
     return float(np.where(norms <= clip, 0.5, -0.5)[counted].sum())
 
@@ -105,8 +105,8 @@ def release_fraction(
     context: StepContext, charged: ChargedStep, sums: ClippedSum, counted: NDArray[np.bool_]
 ) -> float:
     """b̃: the noisy share of units within C, over the expected count B."""
-    centred = centred_count(sums.norms.cpu().numpy(), sums.bound.norm, counted)
-    return 0.5 + charged.release_scalar("count", centred) / context.batch
+    centered = centered_count(sums.norms.cpu().numpy(), sums.bound.norm, counted)
+    return 0.5 + charged.release_scalar("count", centered) / context.batch
 
 
 def quantile_step(
@@ -150,7 +150,7 @@ def quantile_rule(experiment: QuantileParameters) -> QuantileRule:
     return QuantileRule(
         quantile=experiment.quantile,
         rate=experiment.clip_rate,
-        start=experiment.clip,
+        start=experiment.max_grad_norm,
         kappa_b=experiment.kappa_b,
         fixed_noise=getattr(experiment, "count_noise", None),
     )
@@ -214,7 +214,7 @@ class ClientQuantile(RawUpdates):
         )
 
     def load_server_state(self, saved: dict[str, Any] | None, experiment: Experiment) -> ClipState:
-        return ClipState(experiment.clip) if saved is None else ClipState(**saved)
+        return ClipState(experiment.max_grad_norm) if saved is None else ClipState(**saved)
 
     def server_step(
         self,

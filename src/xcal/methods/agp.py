@@ -62,12 +62,12 @@ def agp_step(
     spared = torch.tensor(state.channels, dtype=torch.long)
     for name in layer.convolution:
         noisy[name][spared] = sums[name][spared]
-    context.optimiser.step({name: value.div_(context.batch) for name, value in noisy.items()})
+    context.optimizer.step({name: value.div_(context.batch) for name, value in noisy.items()})
     return state, StepRecord(context.round, step, sigma, None, 0.0)
 
 
 @lru_cache(maxsize=64)
-def mean_of_band(shape: PlanShape, rho: float, band: float) -> float:
+def band_mean(shape: PlanShape, rho: float, band: float) -> float:
     """The mean of the published band [σ_min, σ_max]: the noise the paper gives this rival."""
     plan = plan_paper(shape, rho=rho, band=band)
     return (plan.sigma_min + plan.sigma_max) / 2
@@ -83,11 +83,11 @@ class AdaptiveGradientProtection(LocalMethod):
     title: str = "AGP, no guarantee"
     private: bool = False
     parameters: type[Experiment] = AgpParameters
-    ignores: frozenset[str] = frozenset({"accountant", "homes"})
+    ignores: frozenset[str] = frozenset({"accountant", "sites"})
 
     def sigma(self, experiment: AgpParameters, units: int, own_rounds: int) -> float:
         shape = shape_of(experiment, units, own_rounds)
-        return mean_of_band(shape, experiment.rho, experiment.band)
+        return band_mean(shape, experiment.rho, experiment.band)
 
     def plan(self, experiment: AgpParameters, units: int, own_rounds: int) -> None:
         self.sigma(experiment, units, own_rounds)  # refuses a target that no noise reaches

@@ -69,7 +69,7 @@ class ChannelRule:
 
 
 def released_importance(model: nn.Module) -> Tensor:
-    """How much the classes differ in each channel: the length of its centred head weights.
+    """How much the classes differ in each channel: the length of its centered head weights.
 
     Grad-CAM weighs channel k of class j by W_jk/(HW). What is common to all classes moves no
     prediction, so it is taken off first.

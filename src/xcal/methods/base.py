@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
 
 # What only a guarantee uses.
-PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "clip", "homes"})
+PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "max_grad_norm", "sites"})
 # Keys that every method uses.
 COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
 
@@ -199,7 +199,7 @@ class QuantileParameters(Experiment):
 
 def clips_units(method: Method) -> bool:
     """Whether its step sums clipped unit gradients: then the network must be fit for it."""
-    return "clip" in method.uses and not isinstance(method, CentralMethod)
+    return "max_grad_norm" in method.uses and not isinstance(method, CentralMethod)
 
 
 def nominal_epsilon(method: Method, experiment: Experiment) -> float | None:
@@ -217,7 +217,7 @@ def shape_of(experiment: Experiment, units: int, own_rounds: int) -> PlanShape:
         epsilon=experiment.epsilon,
         delta=experiment.delta,
         units=units,
-        batch=experiment.batch,
+        batch=experiment.expected_batch_size,
         rounds=own_rounds,
         local_epochs=experiment.local_epochs,
         unit=experiment.privacy_unit,

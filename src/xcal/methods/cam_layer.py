@@ -54,7 +54,7 @@ def cam_layer_of(model: nn.Module) -> CamLayer:
     assert isinstance(convolution, nn.Conv2d)
     channels = convolution.out_channels
     following = order[order.index(last) + 1 : order.index(inside[-1]) + 1]
-    norm = next((n for n in following if _normalises(modules[n], channels)), None)
+    norm = next((n for n in following if _normalizes(modules[n], channels)), None)
     trained = trainable(model)
 
     def own(module: str) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def cam_layer_of(model: nn.Module) -> CamLayer:
     return CamLayer(channels, own(last), () if norm is None else own(norm))
 
 
-def _normalises(module: nn.Module, channels: int) -> bool:
+def _normalizes(module: nn.Module, channels: int) -> bool:
     if isinstance(module, nn.GroupNorm):
         return module.num_channels == channels
     return isinstance(module, _BatchNorm) and module.num_features == channels

@@ -16,7 +16,7 @@ from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import UnitTable, images_of, poisson_draw
 from xcal.errors import UserError
 from xcal.methods.feature_cache import Inputs, Rows
-from xcal.models.split import Split
+from xcal.models.backbone import Split
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TooManyUnits(UserError):
     """A client has more units than it declared."""
 
 
-def check_declared_units(present: int, declared: int, where: str = "home.toml") -> None:
+def check_declared_units(present: int, declared: int, where: str = "site.toml") -> None:
     """Refuse a declaration that the data do not fit into; nothing is left out silently."""
     if present > declared:
         raise TooManyUnits(
@@ -81,9 +81,9 @@ class LocalData:
     """A client's images, drawn by unit of privacy.
 
     `units` is the number of units n that rate, steps and weights are made of: public, and the same
-    for neighbours. With `declared_units` it is that number, whatever the data hold: null units
+    for neighbors. With `declared_units` it is that number, whatever the data hold: null units
     without images fill them up, are drawn like any other and contribute nothing, so that adding or
-    removing a unit is a neighbour too. Without, units are counted, and only zero-out is.
+    removing a unit is a neighbor too. Without, units are counted, and only zero-out is.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class LocalData:
         self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device)
         self._kept = False
 
-    def keep_activations(self, split: Split | None, megabytes: int, rows: int = 0) -> bool:
-        """Whether draws come with what the network's frozen beginning makes of their images.
+    def cache_features(self, split: Split | None, megabytes: int, rows: int = 0) -> bool:
+        """Whether draws come with what the network's frozen backbone makes of their images.
 
         It is computed once for each image and kept, where all of it fits into `megabytes`; in
         passes of `rows` images where that is given. Whether it fits follows the real number of
-        images, and changes time and memory only: `kept_alike` has looked that numbers are the same
-        to the bit with and without, and gives 0 megabytes where they are not.
+        images, and changes time and memory only: `is_cache_exact` has looked that numbers are the
+        same to the bit with and without, and gives 0 megabytes where they are not.
         """
         self._kept = self.inputs.keep(split, self._views, megabytes, rows)
         return self._kept

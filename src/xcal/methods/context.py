@@ -19,7 +19,7 @@ from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.methods.client_data import Batch, LocalData
-from xcal.models.split import Split
+from xcal.models.backbone import Split
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -37,7 +37,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return state.hexdigest()
 
 
-class Optimiser:
+class Optimizer:
     """Plain SGD, momentum or Adam on the noisy gradient: post-processing of a release.
 
     `private`: it takes nothing but what was charged for and released.
@@ -64,7 +64,7 @@ class Optimiser:
             gradient = gradient.tensors
         elif self._private:
             raise UnchargedRelease(
-                "A step of a private method gave the optimiser a gradient that was not released by"
+                "A step of a private method gave the optimizer a gradient that was not released by"
                 " its charge: nothing was trained with it."
             )
         if self.before_step is not None:
@@ -154,13 +154,13 @@ class StepContext:
     data: LocalData
     noise: NoiseSource
     account: Account | None
-    optimiser: Optimiser
+    optimizer: Optimizer
     batch: int  # expected batch B: the constant divisor
     clip: float
     replay: ReplayKey | None = None  # under seeded noise only
     validation_losses: tuple[float, ...] = ()  # public numbers that came with the request
     own_rounds: int = 1  # of this client, by the published schedule
-    split: Split | None = None  # where draws come with a frozen beginning's activations
+    split: Split | None = None  # where draws come with a frozen backbone's activations
     chunk: int = 256  # rows that go through the network at once
     rows: int = 0  # of every pass, filled up; 0: as many as there are
     charges: list[int] = field(default_factory=list)  # the steps charged, in order
@@ -196,7 +196,7 @@ class StepContext:
         """Pay for what this step will release, durably, before anything is drawn.
 
         `sigma`: the multiplier of all `releases` together. `settings`: what else shapes the
-        release, for the digest that a replayed step is recognised by.
+        release, for the digest that a replayed step is recognized by.
         """
         if self.account is None:
             raise UnchargedRelease("A step would be charged, and its run has no account.")
@@ -233,7 +233,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step let out: functions of releases and public constants only."""
+    """What one step released: functions of releases and public constants only."""
 
     round: int
     step: int

@@ -59,7 +59,7 @@ class ServerContext:
 
 @dataclass(frozen=True)
 class CentralRelease:
-    """What one round lets out, and the norms that stay inside."""
+    """What one round releases, and the norms that stay inside."""
 
     mean: Update
     fraction: float | None  # noisy share of the updates within the clipping norm
@@ -81,7 +81,7 @@ def private_mean(
 ) -> CentralRelease:
     """Σ clip(update, S)/m plus N(0, (σS/m)²) on every coordinate: charge, then release.
 
-    Zeroing one client moves the sum by at most S and the centred count by at most ½, so both
+    Zeroing one client moves the sum by at most S and the centered count by at most ½, so both
     together are one Gaussian of multiplier 1/σ_eff² = 1/σ² + 1/(2σ_b)², charged without
     amplification: who takes part is known. An update that is zero or not finite contributes
     exactly 0 to both.
@@ -99,7 +99,7 @@ def private_mean(
     within = 0.0
     for update in updates:
         norm = update_norm(update)
-        # A client that sends nothing counts as nothing: it is the neighbour of one that does.
+        # A client that sends nothing counts as nothing: it is the neighbor of one that does.
         if norm == 0 or not math.isfinite(norm):
             continue
         within += (1.0 if norm <= clip else 0.0) - COUNT_SENSITIVITY
@@ -134,7 +134,7 @@ class RawUpdates(LocalMethod):
     """
 
     private: bool = False
-    ignores: frozenset[str] = frozenset({"homes"})
+    ignores: frozenset[str] = frozenset({"sites"})
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> None:
         return None
@@ -166,7 +166,9 @@ class CentralNoise(RawUpdates):
         updates: Sequence[Update],
         state: None,
     ) -> tuple[Update, None]:
-        found = private_mean(context, updates, clip=experiment.clip, sigma=plan.sigma_static)
+        found = private_mean(
+            context, updates, clip=experiment.max_grad_norm, sigma=plan.sigma_static
+        )
         return found.mean, None
 
 

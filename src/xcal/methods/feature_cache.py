@@ -1,5 +1,5 @@
 """A client's images as the network takes them: plain or in another view, or already through the
-network's frozen beginning.
+network's frozen backbone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from xcal.data.augment import View, show
 from xcal.data.normalize import to_tensor
 from xcal.dp.padding import filled_up
-from xcal.models.split import Split
+from xcal.models.backbone import Split
 
-# Always the same neighbours: what the beginning makes of an image is then the same to the bit,
-# whichever step asks first, also after a resume. Beside any neighbours it is where `rows` is given.
+# Always the same neighbors: what the beginning makes of an image is then the same to the bit,
+# whichever step asks first, also after a resume. Beside any neighbors it is where `rows` is given.
 _BLOCK = 32
 
 
@@ -35,7 +35,7 @@ class Inputs:
         self._kept: _Kept | None = None
 
     def pictures(self, images: NDArray[np.int64], views: NDArray[np.int64]) -> Tensor:
-        """The images of these numbers in these views, normalised."""
+        """The images of these numbers in these views, normalized."""
         pixels = np.asarray(self._pixels[images])
         shown = show(pixels, views, self._views) if views.any() else pixels
         return to_tensor(shown, self._brightness).to(self._device)
@@ -43,7 +43,7 @@ class Inputs:
     def keep(self, split: Split | None, views: int, megabytes: int, rows: int = 0) -> bool:
         """Whether activations are kept from now on.
 
-        They are where the network has a frozen beginning and all of them, of all the views that
+        They are where the network has a frozen backbone and all of them, of all the views that
         steps may ask for, fit into `megabytes`. They are made in passes of `rows` images each,
         the last one filled up; 0: of a block each, the last one as short as it is.
         """
@@ -85,7 +85,7 @@ class Inputs:
         self._kept.made[:] = True
 
     def activations(self, images: NDArray[np.int64], views: NDArray[np.int64]) -> Tensor:
-        """What the frozen beginning makes of these images in these views; `keep` came before."""
+        """What the frozen backbone makes of these images in these views; `keep` came before."""
         kept = self._kept
         assert kept is not None
         places = views * len(self._pixels) + images
@@ -116,7 +116,7 @@ class Rows:
     source: Inputs
     images: NDArray[np.int64]
     views: NDArray[np.int64]
-    through_beginning: bool
+    through_backbone: bool
 
     def __len__(self) -> int:
         return len(self.images)
@@ -124,7 +124,7 @@ class Rows:
     def take(self, rows: Tensor) -> Rows:
         """Some rows, by number or by mark."""
         chosen = rows.cpu().numpy()
-        return Rows(self.source, self.images[chosen], self.views[chosen], self.through_beginning)
+        return Rows(self.source, self.images[chosen], self.views[chosen], self.through_backbone)
 
     def pictures(self) -> Tensor:
         return self.source.pictures(self.images, self.views)

@@ -10,7 +10,7 @@ from xcal.methods.context import StepContext, digest_tensors, trainable
 class StepGuard:
     """Ends a run whose step was not charged for, or in which something moved past the release.
 
-    `own_method`: a method from elsewhere, whose weights are also compared with what the optimiser
+    `own_method`: a method from elsewhere, whose weights are also compared with what the optimizer
     left; methods of this package are read and tested instead.
     """
 
@@ -19,8 +19,8 @@ class StepGuard:
         self._remembered = remembered(context.model)
         self._weights = self._digest() if own_method else None
         if own_method:
-            context.optimiser.before_step = self._check_weights
-            context.optimiser.after_step = self._moved
+            context.optimizer.before_step = self._check_weights
+            context.optimizer.after_step = self._moved
 
     def _digest(self) -> str:
         return digest_tensors(trainable(self._bench.model).items())

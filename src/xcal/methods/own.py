@@ -35,7 +35,7 @@ OPTIONAL = {
     "variant": ("experiment",),
 }
 VALUES = ("name", "private", "pooled", "uses")
-_PRIVATE = frozenset({"epsilon", "delta", "clip"})
+_PRIVATE = frozenset({"epsilon", "delta", "max_grad_norm"})
 
 
 class OwnMethod:

@@ -3,9 +3,9 @@
 A library chooses how it computes, and so how it rounds, by the shapes it is given. A server that
 knows a machine can send weights that leave nothing but rounding; one more image in a draw then
 turns everybody's gradients. In passes of a fixed number of rows all is computed in one way, and
-what remains to be known is whether a row's numbers depend on its place or on its neighbours. That
-is a property of the machine's libraries and not of any data: `rows_apart` looks, before a home
-trains.
+what remains to be known is whether a row's numbers depend on its place or on its neighbors. That
+is a property of the machine's libraries and not of any data: `is_batch_invariant` looks, before
+a site trains.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from xcal.dp.clipping.recorder import Recorded, record
+from xcal.dp.clipping.recorder import RecordedPass, record
 from xcal.dp.clipping.tape import Units
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
 from xcal.explain.signal import SignalSettings, image_components
-from xcal.models.split import split_frozen
+from xcal.models.backbone import split_backbone
 
 _seen: dict[tuple[object, ...], bool] = {}
 
 
-def rows_apart(model: nn.Module, image: tuple[int, ...], rows: int) -> int:
+def is_batch_invariant(model: nn.Module, image: tuple[int, ...], rows: int) -> int:
     """`rows`, if an image's numbers are then the same in every place and beside any others; else 1.
 
     Looked at to the bit, on made-up images (of shape `image`) and weights: in a training pass all
@@ -38,10 +38,10 @@ def rows_apart(model: nn.Module, image: tuple[int, ...], rows: int) -> int:
     return 1
 
 
-def kept_alike(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
-    """Whether an image's numbers are the same where its frozen beginning's activations are kept.
+def is_cache_exact(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
+    """Whether an image's numbers are the same where its frozen backbone's activations are kept.
 
-    Whether they are may follow how many images a client has. Looked at as `rows_apart` does.
+    Whether they are may follow how many images a client has. Looked at as by `is_batch_invariant`.
     """
     return rows == 0 or _known("kept", model, image, rows, _kept_alike)
 
@@ -89,10 +89,10 @@ def _kept_alike(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
     labels = _labels(stranger, images)
     seen = list(_training_numbers(stranger, images, labels))
     cam_layer = getattr(model, "cam_layer", None)
-    for split in (split_frozen(stranger), split_frozen(stranger, seen=cam_layer)):
+    for split in (split_backbone(stranger), split_backbone(stranger, seen=cam_layer)):
         if split is None:
             continue
-        again = _training_numbers(stranger, split.begin(images), labels, split.go_on)
+        again = _training_numbers(stranger, split.begin(images), labels, split.forward_head)
         if not all(_equal(a, b) for a, b in zip(seen, again, strict=True)):
             return False
     return True
@@ -171,7 +171,7 @@ def _recorded(
     *,
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
-) -> Recorded:
+) -> RecordedPass:
     count = len(inputs)
     everyone = Units(count, alike=True)
     ones = inputs.new_ones(count)

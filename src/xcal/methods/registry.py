@@ -75,7 +75,13 @@ def checked_plan(
         )
     if plan is None:
         return None
-    asked = (experiment.epsilon, experiment.delta, experiment.unit, units, experiment.batch)
+    asked = (
+        experiment.epsilon,
+        experiment.delta,
+        experiment.unit,
+        units,
+        experiment.expected_batch_size,
+    )
     if (plan.epsilon, plan.delta, plan.unit, plan.units, plan.batch) != asked:
         raise UserError(
             f"The method {experiment.method!r} plans for another target or other sizes than the"

@@ -25,7 +25,7 @@ def forward_with_components(
 ) -> tuple[ClippedSum, Components, Tensor]:
     """Clipped sum, signal components and the images they belong to.
 
-    From one training forward; but where the explained map lies in a frozen beginning whose
+    From one training forward; but where the explained map lies in a frozen backbone whose
     activations are kept, only the images that enter the signal go through the whole network.
     """
     chosen = torch.from_numpy(entering).to(batch.units.device)[batch.units]

@@ -31,7 +31,7 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
         total = (losses * share[rows]).sum() / context.batch
         slopes = torch.autograd.grad(total, list(parameters.values()))
         gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
-    context.optimiser.step(gradient)
+    context.optimizer.step(gradient)
     return StepRecord(context.round, step, 0.0, None, 0.0)
 
 
@@ -40,11 +40,11 @@ def _forward(
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """What gives the batch's logits, and its input: the network's rest where that is enough."""
     rows, split = batch.inputs, context.split
-    if split is None or not isinstance(rows, Rows) or not rows.through_beginning:
+    if split is None or not isinstance(rows, Rows) or not rows.through_backbone:
         return context.model, batch.images
     if capture is not None and not split.passes(context.model.get_submodule(capture)):
-        return context.model, batch.images  # what is to be seen lies in the frozen beginning
-    return split.go_on, rows.activations()
+        return context.model, batch.images  # what is to be seen lies in the frozen backbone
+    return split.forward_head, rows.activations()
 
 
 def clipped_sum(
@@ -103,11 +103,11 @@ def gradient_release(bound: Bound, sigma: float) -> Release:
 def release_gradient(
     context: StepContext, charged: ChargedStep, sums: ClippedSum, noise: float | None = None
 ) -> dict[str, Tensor]:
-    """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimiser.
+    """Σ clipped + N(0, σ²C²) on every coordinate, over the constant B, into the optimizer.
 
     C is what the sum was really clipped to. Noise and the public grid belong to the scaled space;
     going back from there is post-processing. `noise`: more than was charged for. Returns what the
-    optimiser saw.
+    optimizer saw.
     """
     bound = sums.bound
     released = charged.release_tensors(
@@ -116,7 +116,7 @@ def release_gradient(
     mean = released.then(bound.geometry.undo).then(
         lambda values: {name: value.div_(context.batch) for name, value in values.items()}
     )
-    context.optimiser.step(mean)
+    context.optimizer.step(mean)
     return mean.tensors
 
 

@@ -225,15 +225,15 @@ def xcal_step(
     # 3. One Poisson batch gives all: clipped gradients, their norms, the score of every unit.
     batch = charged.draw(context.data)
     if carries_signal and rule.source == "model":
-        sums, centred, counted = _gradient_and_scores(context, step, batch, rule, bound)
+        sums, centered, counted = _gradient_and_scores(context, step, batch, rule, bound)
     else:  # a replaced signal costs the same and says nothing of the images
-        sums, centred = clipped_sum(context, batch, bound), 0.0
+        sums, centered = clipped_sum(context, batch, bound), 0.0
         counted = contributing_units(sums, batch)
 
-    # 4. Release them; the optimiser, the averages and the next C see nothing else.
+    # 4. Release them; the optimizer, the averages and the next C see nothing else.
     mean = None
     if carries_signal:
-        mean = 0.5 + charged.release_scalar("signal", centred) / (
+        mean = 0.5 + charged.release_scalar("signal", centered) / (
             rule.signal_fraction * context.batch
         )
         mean = 0.5 if rule.source == "constant" else mean
@@ -271,10 +271,10 @@ def _gradient_and_scores(
         sums = clipped_sum(context, batch.without(bad), bound)
     by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
     counted = contributing_units(sums, batch) & ~broken
-    return sums, centred_sum(by_unit, entering & counted), counted
+    return sums, centered_sum(by_unit, entering & counted), counted
 
 
-def centred_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
+def centered_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
     """Σ(u − ½) over the counted units: zeroing one unit moves it by at most ½."""
     return float((np.clip(by_unit, 0.0, 1.0) - 0.5)[counted].sum())
 

@@ -45,7 +45,7 @@ def macro_f1(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> float:
 
 
 def sensitivity(counts: NDArray[np.int64]) -> FloatArray:
-    """Per class of a confusion matrix: the share of its images that are recognised, in [0, 1].
+    """Per class of a confusion matrix: the share of its images that are recognized, in [0, 1].
 
     NaN for a class without images.
     """

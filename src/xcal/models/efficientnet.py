@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from xcal.models.columns import Columns, Tail, read_stages
 from xcal.models.layers import (
     Norm,
     check_output_stride,
     choose_trainable,
-    initialised,
+    initialized,
     norm_maker,
 )
+from xcal.models.probe import Columns, Tail, read_stages
 
 _NormMaker = Callable[[int], nn.Module]
 
@@ -122,7 +122,7 @@ class InvertedBottleneck(nn.Module):
 class EfficientNetB0(nn.Module):
     """Images (B, 3, H, W) to logits; the classifier averages the feature map of `cam_layer`.
 
-    That map is the last one, or, where `reads` names stages, the standardised columns of those
+    That map is the last one, or, where `reads` names stages, the standardized columns of those
     stages. What comes after the last stage that is read is left out.
     """
 
@@ -210,7 +210,7 @@ def efficientnet_b0(
     check_output_stride(output_stride)
     maker = norm_maker(norm)
     reads = read_stages(head_reads, len(_STAGES) + 2)
-    model: EfficientNetB0 = initialised(
+    model: EfficientNetB0 = initialized(
         lambda: EfficientNetB0(classes, maker, output_stride, reads), seed
     )
     if reads is not None:

@@ -1,4 +1,4 @@
-"""What the networks share: normalisation that mixes nobody's data, what trains, first weights."""
+"""What the networks share: normalization that mixes nobody's data, what trains, first weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class HalvingMaxPool2d(nn.MaxPool2d):
 
 
 def _halved(x: Tensor) -> Tensor:
-    """The maximum of each even column and its neighbours."""
+    """The maximum of each even column and its neighbors."""
     even, odd = x[..., ::2], x[..., 1::2]
     columns = even.shape[-1]
     before = F.pad(odd, (1, 0), value=-math.inf)[..., :columns]
@@ -52,7 +52,7 @@ def _halved(x: Tensor) -> Tensor:
 
 
 def norm_maker(norm: str) -> Callable[[int], nn.Module]:
-    """The normalisation layer of a network, by its name in settings."""
+    """The normalization layer of a network, by its name in settings."""
     if norm == "group":
         return lambda channels: nn.GroupNorm(group_count(channels), channels)
     if norm == "frozen":
@@ -66,7 +66,7 @@ def check_output_stride(output_stride: int) -> None:
         raise UserError(f"output_stride is {output_stride}: choose 32 or 16")
 
 
-def initialised(build: Callable[[], Any], seed: int | None) -> Any:
+def initialized(build: Callable[[], Any], seed: int | None) -> Any:
     """Build a network and draw its first weights from `seed` alone (None: fresh entropy).
 
     The global generator is neither read nor advanced: the network is laid out without memory, so
@@ -115,22 +115,22 @@ def choose_trainable(
 ) -> None:
     """Set what trains; everything else is frozen, costs no per-sample work and gets no noise.
 
-    `all`, `head`, `head+norm` (the head and every normalisation's scale and shift),
+    `all`, `head`, `head+norm` (the head and every normalization's scale and shift),
     `head+norm:k` (the same in the last k stages only), or `last:k`: the head and the last k
     stages. Scale and shift of frozen batch norms train only by `train_norm_affine` or `head+norm`.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     chosen: list[nn.Module] = [head]
-    normalised: list[nn.Module] = []
+    normalized: list[nn.Module] = []
     if trainable == "all":
         chosen.append(model)
     elif trainable.startswith("last:"):
         chosen.extend(module for stage in _last(stages, trainable) for module in stage)
     elif trainable.startswith("head+norm:"):
-        normalised.extend(module for stage in _last(stages, trainable) for module in stage)
+        normalized.extend(module for stage in _last(stages, trainable) for module in stage)
     elif trainable == "head+norm":
-        normalised.append(model)
+        normalized.append(model)
     elif trainable != "head":
         raise UserError(
             f"trainable is {trainable!r}: choose 'all', 'head', 'head+norm', 'head+norm:k' or"
@@ -140,7 +140,7 @@ def choose_trainable(
         for module in part.modules():
             if train_norm_affine or not isinstance(module, nn.BatchNorm2d):
                 _train(module)
-    for part in normalised:
+    for part in normalized:
         for module in part.modules():
             if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
                 _train(module)

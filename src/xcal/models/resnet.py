@@ -12,7 +12,7 @@ from xcal.models.layers import (
     Norm,
     check_output_stride,
     choose_trainable,
-    initialised,
+    initialized,
     norm_maker,
 )
 
@@ -112,7 +112,7 @@ def resnet18(
     """A ResNet-18 with first weights drawn from `seed` (None: fresh entropy)."""
     check_output_stride(output_stride)
     maker = norm_maker(norm)
-    model: ResNet18 = initialised(lambda: ResNet18(classes, maker, output_stride), seed)
+    model: ResNet18 = initialized(lambda: ResNet18(classes, maker, output_stride), seed)
     choose_trainable(
         model,
         stages=model.stages(),

@@ -17,7 +17,7 @@ _LAST_SCALE = 4.0
 
 
 class Small(nn.Module):
-    """Standardised input, four 3×3 convolutions with GroupNorm, average pooling, one linear layer.
+    """Standardized input, four 3×3 convolutions with GroupNorm, average pooling, one linear layer.
 
     The feature map that explanations use has an eighth of the image's side: 8×8 at 64 pixels.
     """
@@ -28,7 +28,7 @@ class Small(nn.Module):
     def __init__(self, classes: int, widths: tuple[int, int, int, int], groups: int) -> None:
         super().__init__()
         # One group a channel and nothing to learn: each channel of each image by itself.
-        self.standardise = nn.GroupNorm(3, 3, affine=False)
+        self.standardize = nn.GroupNorm(3, 3, affine=False)
         layers: list[nn.Module] = []
         before = 3
         for width, stride in zip(widths, (2, 2, 2, 1), strict=True):
@@ -44,7 +44,7 @@ class Small(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.pool(self.features(self.standardise(images))).flatten(1))
+        logits: Tensor = self.head(self.pool(self.features(self.standardize(images))).flatten(1))
         return logits
 
 
@@ -65,7 +65,7 @@ def small(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    # On "meta" no memory is filled, so torch's own initialisation draws nothing.
+    # On "meta" no memory is filled, so torch's own initialization draws nothing.
     with torch.device("meta"):
         network = Small(classes, widths, groups)
     network = network.to_empty(device="cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.models.columns import CONSTANTS
+from xcal.models.probe import CONSTANTS
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def load_published(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     given = {n: t for n, t in weights.items() if not n.startswith(apart)}
     if set(CONSTANTS) & own.keys() - given.keys():
         raise UserError(
-            "the head reads columns, and these weights lack the public constants that standardise"
+            "the head reads columns, and these weights lack the public constants that standardize"
             " them: make a file that has them with `xcal data constants`"
         )
     if any(name.endswith("running_mean") for name in given.keys() - own.keys()):

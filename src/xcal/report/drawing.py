@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from xcal.explain.overlay import colour_bar, overlay, picture
+from xcal.explain.overlay import color_bar, overlay, picture
 from xcal.report.explaining import Answer, Explanation
 from xcal.report.sheet import (
     FAINT,
@@ -35,7 +35,7 @@ def tile_side(pixels: int) -> int:
 
 
 def tiles(found: Explanation) -> tuple[Image.Image, Image.Image, Image.Image]:
-    """The image, the map over it in colours up to the map's own maximum, the covered image."""
+    """The image, the map over it in colors up to the map's own maximum, the covered image."""
     side = tile_side(found.image.shape[1])
     return (
         picture(found.image, side=side),
@@ -84,10 +84,10 @@ def save_explanation(path: Path, found: Explanation) -> None:
     for left, part in zip(lefts, parts, strict=False):
         sheet.paste(part, (left, top))
     below = top + side + 24
-    colour = INK if found.right is None else RIGHT if found.right else WRONG
-    sheet.text((lefts[0], below), answer_text(found.answer), _HEAD, fill=colour, longest=side)
+    color = INK if found.right is None else RIGHT if found.right else WRONG
+    sheet.text((lefts[0], below), answer_text(found.answer), _HEAD, fill=color, longest=side)
     sheet.text((lefts[0], below + 22), verdict(found), _SMALL, fill=FAINT, longest=side)
-    sheet.paste(colour_bar(side, 10), (lefts[1], below - 12))
+    sheet.paste(color_bar(side, 10), (lefts[1], below - 12))
     sheet.text((lefts[1], below + 22), "0", _SMALL, fill=FAINT)
     sheet.text((lefts[1] + side, below + 22), "map's maximum", _SMALL, fill=FAINT, anchor="right")
     sheet.text((lefts[2], below), answer_text(found.covered_answer), _HEAD, longest=side)
@@ -124,16 +124,16 @@ def _draw_curve(sheet: Sheet, found: Explanation, corner: tuple[int, int], side:
         (found.lerf, LEAST_FIRST, "least salient first"),
         (found.morf, MOST_FIRST, "most salient first"),
     )
-    for values, colour, _ in curves:
+    for values, color, _ in curves:
         points = [place(0, found.answer.confidence)]
         points += [place(level, v) for level, v in zip(found.levels, values, strict=True)]
-        sheet.line(points, colour, 2.5)
+        sheet.line(points, color, 2.5)
         for point in points:
-            sheet.dot(point, colour, 3.5)
+            sheet.dot(point, color, 3.5)
     # The key stands in the upper or the lower half, whichever the curves leave free.
     middle = sum(found.lerf + found.morf) / (2 * len(found.levels))
     first = place(0, 0.40 if middle > 0.5 else 0.90)[1]
-    for row, (_, colour, label) in enumerate(curves):
+    for row, (_, color, label) in enumerate(curves):
         y = first + 20 * row
-        sheet.line([(left + 12, y - 4), (left + 32, y - 4)], colour, 2.5)
-        sheet.text((left + 40, y), label, 13, fill=colour)
+        sheet.line([(left + 12, y - 4), (left + 32, y - 4)], color, 2.5)
+        sheet.text((left + 40, y), label, 13, fill=color)

@@ -119,7 +119,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _visible(inputs: Tensor) -> Tensor:
-    """From what the network sees back to colours in [0, 1]."""
+    """From what the network sees back to colors in [0, 1]."""
     mean, deviation = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
     return (inputs * deviation + mean).clamp(0, 1)
 

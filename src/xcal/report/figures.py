@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# One colour a method everywhere (after Okabe and Ito), for light and for dark pages.
+# One color a method everywhere (after Okabe and Ito), for light and for dark pages.
 METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp")
 LIGHT = ("#0062a3", "#b84a00", "#00714f", "#8a3b7a", "#57606a", "#1f2328", "#7a5c00", "#b3261e")
 DARK = ("#6cb6ff", "#ff9f5a", "#56d4a8", "#e39ad0", "#9aa4af", "#e6edf3", "#e5c07b", "#ff8a80")
@@ -16,7 +16,7 @@ MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
 
 
 def tone(method: str) -> int:
-    """The colour's number of a method; methods of one's own share what is left."""
+    """The color's number of a method; methods of one's own share what is left."""
     return METHODS.index(method) if method in METHODS else len(LIGHT) - 1
 
 
@@ -64,14 +64,14 @@ class Figure:
 
     @property
     def legend(self) -> list[tuple[str, int]]:
-        """Groups in the order they appear, with their colours."""
+        """Groups in the order they appear, with their colors."""
         seen: dict[str, int] = {}
         for line in self.lines:
             seen.setdefault(line.group, line.tone)
         return list(seen.items())
 
     def plotly(self) -> dict[str, Any]:
-        """What the page's script hands to plotly; colours are put in there, by theme."""
+        """What the page's script hands to plotly; colors are put in there, by theme."""
         return {
             "id": self.id,
             "data": [self._trace(line) for line in self.lines],

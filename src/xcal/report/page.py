@@ -13,7 +13,7 @@ import jinja2
 from PIL import Image
 
 from xcal.explain.gradcam import MapMethod
-from xcal.explain.overlay import colour_bar
+from xcal.explain.overlay import color_bar
 from xcal.report.drawing import answer_text, cells_text, percent, tiles, verdict
 from xcal.report.explaining import Explanation
 from xcal.report.runs import LoadedRun
@@ -44,7 +44,7 @@ def explanations_page(
         pixels=run.experiment.pixels,
         guarantee=_guarantee(epsilon, delta, nominal),
         map_name=MAP_NAMES[method],
-        bar=_data_uri(colour_bar(256, 4)),
+        bar=_data_uri(color_bar(256, 4)),
         explanations=[_item(run, found) for found in explanations],
     )
 

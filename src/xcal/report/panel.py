@@ -4,7 +4,7 @@ One block an image. In a block the rows are the methods with a guarantee and the
 from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞, and name
 their nominal ε, if they have one, in brackets.
 
-One colour scale serves all maps of the figure. Models differ in how large their logits are, and so
+One color scale serves all maps of the figure. Models differ in how large their logits are, and so
 in how large their maps are, which says nothing of where they look; so a map is shown in multiples
 of its own mean. A focused map is bright in few places, a diffuse one pale throughout.
 """
@@ -25,7 +25,7 @@ from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
-from xcal.explain.overlay import colour_bar, overlay, picture
+from xcal.explain.overlay import color_bar, overlay, picture
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED
 from xcal.methods.registry import METHODS
@@ -181,9 +181,9 @@ def in_multiples_of_mean(saliency: Tensor) -> Tensor:
 
 
 def shared_peak(views: Sequence[Sequence[View]]) -> float:
-    """The value that gets the top colour: three maps in four stay at or below it.
+    """The value that gets the top color: three maps in four stay at or below it.
 
-    Not the highest of all: a single map of one bright cell would leave all others without colour.
+    Not the highest of all: a single map of one bright cell would leave all others without color.
     """
     peaks = [float(view.saliency.max()) for row in views for view in row]
     usable = [peak for peak in peaks if peak > 0]
@@ -200,8 +200,8 @@ class _Figure:
         self.classes = entries[0].run.classes
         self.layout = arrange(entries)
         self.peak = shared_peak(views)
-        # Colours as they are: the figure shows images, not what the network makes of them.
-        self.colours = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
+        # Colors as they are: the figure shows images, not what the network makes of them.
+        self.colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
         pixels = images.pixels.shape[1]
         self.side = pixels * max(1, 128 // pixels) if pixels <= 128 else 144
         self.step = self.side + _GAP
@@ -232,7 +232,7 @@ class _Figure:
         truth = self.classes[int(self.images.labels[number])]
         middle = left + self.side / 2
         sheet.text((middle, top + 16), "image", _LETTERS, fill=FAINT, anchor="middle")
-        sheet.paste(picture(self.colours[number], side=self.side), (left, body))
+        sheet.paste(picture(self.colors[number], side=self.side), (left, body))
         self._caption(sheet, (left, body), truth, "true class", INK)
         for k, epsilon in enumerate(self.layout.epsilons):
             shown = "ε = ∞" if epsilon is None else f"ε = {epsilon:g}"
@@ -258,7 +258,7 @@ class _Figure:
                 sheet.text(middle, "no run", _SMALL, fill=FAINT, anchor="middle")
             return
         view = self.views[found][number]
-        tile = overlay(self.colours[number], view.saliency, side=self.side, peak=self.peak)
+        tile = overlay(self.colors[number], view.saliency, side=self.side, peak=self.peak)
         sheet.paste(tile, corner)
         right = view.predicted == int(self.images.labels[number])
         second = percent(view.confidence)
@@ -270,25 +270,25 @@ class _Figure:
         self._caption(sheet, corner, name, second, RIGHT if right else WRONG)
 
     def _caption(
-        self, sheet: Sheet, corner: tuple[int, int], first: str, second: str, colour: str
+        self, sheet: Sheet, corner: tuple[int, int], first: str, second: str, color: str
     ) -> None:
         x, y = corner[0], corner[1] + self.side
-        sheet.text((x, y + 17), first, _LETTERS, fill=colour, longest=self.side)
+        sheet.text((x, y + 17), first, _LETTERS, fill=color, longest=self.side)
         sheet.text((x, y + 34), second, _SMALL, fill=FAINT, longest=self.side)
 
     def _scale(self, sheet: Sheet, y: int) -> None:
-        """The one colour scale of all maps, with its ends, and what the letters' colours say."""
+        """The one color scale of all maps, with its ends, and what the letters' colors say."""
         x = float(_MARGIN)
         for text in ("Grad-CAM of the predicted class   ", "0 "):
             sheet.text((x, y), text, _SMALL, fill=FAINT)
             x += text_width(text, _SMALL)
-        sheet.paste(colour_bar(160, 12), (round(x), y - 11))
+        sheet.paste(color_bar(160, 12), (round(x), y - 11))
         x += 168
         top = f"{self.peak:.1f} times the map's mean, or more      "
         sheet.text((x, y), top, _SMALL, fill=FAINT)
         x += text_width(top, _SMALL)
-        for text, colour in (("answer: ", FAINT), ("right ", RIGHT), (" wrong", WRONG)):
-            sheet.text((x, y), text, _SMALL, fill=colour)
+        for text, color in (("answer: ", FAINT), ("right ", RIGHT), (" wrong", WRONG)):
+            sheet.text((x, y), text, _SMALL, fill=color)
             x += text_width(text, _SMALL)
 
 

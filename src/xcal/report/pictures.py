@@ -126,7 +126,7 @@ def _from_file(path: Path, pixels: int) -> Picture:
 
 
 class _OneFile(FolderFiles):
-    """A single file with the checks of a folder's, without a walk through its neighbours."""
+    """A single file with the checks of a folder's, without a walk through its neighbors."""
 
     def __init__(self, path: Path) -> None:
         self._root = path.parent

@@ -141,7 +141,7 @@ def course_figures(runs: Sequence[RunView]) -> list[Figure]:
 
 
 def _tone(runs: Sequence[RunView], number: int) -> int:
-    """A method's own colour; where runs share a method, one colour after the other."""
+    """A method's own color; where runs share a method, one color after the other."""
     methods = [run.method for run in runs]
     return tone(methods[number]) if len(set(methods)) == len(methods) else number % 8
 
@@ -274,15 +274,15 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
         return []
     views = [image_views(entry.run, images) for _, entry in like]
     peak = shared_peak(views)
-    colours = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
+    colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
     side = max(128, images.pixels.shape[1])
     rows = []
     for i in range(len(images)):
         truth = first.classes[int(images.labels[i])]
-        row = [Tile(data_uri(picture(colours[i], side=side)), f"Test image of {truth}", truth, "")]
+        row = [Tile(data_uri(picture(colors[i], side=side)), f"Test image of {truth}", truth, "")]
         for (run, _), seen in zip(like, views, strict=True):
             said = first.classes[seen[i].predicted]
-            drawn = overlay(colours[i], seen[i].saliency, side=side, peak=peak)
+            drawn = overlay(colors[i], seen[i].saliency, side=side, peak=peak)
             row.append(
                 Tile(
                     data_uri(drawn),

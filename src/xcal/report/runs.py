@@ -70,14 +70,14 @@ def load_data(
     """The run's data set, or the one called `name`, at the run's size and with its classes.
 
     Another set may list the classes in another order: labels are renumbered into the run's.
-    Refused are images that the homes of this run, or of one `beside` it, withhold.
+    Refused are images that the sites of this run, or of one `beside` it, withhold.
     """
     experiment = run.experiment
     wanted = name or experiment.data
     withholding = [r.experiment for r in (run, *beside) if not may_measure(r.experiment)]
     if any(wanted == held.data for held in withholding):
         raise UserError(
-            f"Homes of a real population withhold the images of {wanted}: nobody agreed that they"
+            f"Sites of a real population withhold the images of {wanted}: nobody agreed that they"
             " be measured (public_validation); `xcal evaluate RUN DATA` measures on a public set."
         )
     data = catalog.load(wanted, pixels=experiment.pixels, seed=DATA_SEED)
@@ -110,7 +110,7 @@ def _check_others(data: ImageData, held: Experiment) -> None:
     same = sum(digest in known for digest in _digests(data.test))
     if same:
         raise UserError(
-            f"{same} test images of {data.name} are images of {held.data}, which homes of a real"
+            f"{same} test images of {data.name} are images of {held.data}, which sites of a real"
             " population withhold: nobody agreed that they be measured (public_validation)."
         )
 
@@ -122,13 +122,13 @@ def _digests(images: Images) -> list[bytes]:
 def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
     number = np.array([classes.index(name) for name in data.classes], dtype=np.int64)
 
-    def relabelled(images: Images) -> Images:
+    def relabeled(images: Images) -> Images:
         return replace(images, labels=number[images.labels])
 
     return replace(
         data,
         classes=classes,
-        train=relabelled(data.train),
-        validation=relabelled(data.validation),
-        test=relabelled(data.test),
+        train=relabeled(data.train),
+        validation=relabeled(data.validation),
+        test=relabeled(data.test),
     )

@@ -23,7 +23,7 @@ FAINT = "#656d76"
 RULE = "#d0d7de"
 RIGHT = "#00714f"
 WRONG = "#b3261e"
-# Two lines that stay apart for readers who see fewer colours (Okabe and Ito's palette).
+# Two lines that stay apart for readers who see fewer colors (Okabe and Ito's palette).
 MOST_FIRST = "#d55e00"
 LEAST_FIRST = "#0072b2"
 
@@ -132,21 +132,21 @@ def drawable(text: str) -> str:
     return "".join(result)
 
 
-def _arc(centre: Point, radii: Point, first: int, last: int) -> list[Point]:
+def _arc(center: Point, radii: Point, first: int, last: int) -> list[Point]:
     """Points of an ellipse from one angle to another, in degrees, counter-clockwise."""
     angles = [math.radians(first + (last - first) * i / 24) for i in range(25)]
     return [
-        (centre[0] + radii[0] * math.cos(a), centre[1] + radii[1] * math.sin(a)) for a in angles
+        (center[0] + radii[0] * math.cos(a), center[1] + radii[1] * math.sin(a)) for a in angles
     ]
 
 
-def _lemniscate(centre: Point, half_width: float, flat: float) -> list[Point]:
+def _lemniscate(center: Point, half_width: float, flat: float) -> list[Point]:
     points = []
     for i in range(65):
         t = 2 * math.pi * i / 64
         scale = half_width / (1 + math.sin(t) ** 2)
-        x = centre[0] + scale * math.cos(t)
-        points.append((x, centre[1] + flat * scale * math.sin(t) * math.cos(t)))
+        x = center[0] + scale * math.cos(t)
+        points.append((x, center[1] + flat * scale * math.sin(t) * math.cos(t)))
     return points
 
 

@@ -59,7 +59,7 @@ def _draw(axes: Any, figure: Figure) -> None:
 
 
 def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
-    colour = LIGHT[line.tone % len(LIGHT)]
+    color = LIGHT[line.tone % len(LIGHT)]
     x, y = (line.y, line.x) if figure.across else (line.x, line.y)
     error = {}
     if line.low:
@@ -67,7 +67,7 @@ def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
     axes.errorbar(
         x,
         y,
-        color=colour,
+        color=color,
         linestyle=_DASHES[line.style % 5] if "lines" in line.mode else "none",
         marker=_MARKS[line.style % 5] if "markers" in line.mode else "",
         markersize=4,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xcal.studies.grid import OwnGrid
-from xcal.studies.statistics import Difference, Measure, Summary, compare, summarise
+from xcal.studies.statistics import Difference, Measure, Summary, compare, summarize
 from xcal.studies.store import CellResult, Results
 
 MEASURES: tuple[Measure, ...] = ("macro_f1", "road", "auroc")
@@ -39,7 +39,7 @@ def rows_of(own: OwnGrid, results: Results) -> list[Row]:
         first = tuple((k, own.axes[k][0] if k == own.compared else v) for k, v in place)
         others = {s: c for s, c in by_place.get(first, {}).items() if c.finished}
         differences = {} if first == place else _differences(ended, others, results)
-        means = {m: summarise(v) for m in MEASURES if (v := _known(ended, m))}
+        means = {m: summarize(v) for m in MEASURES if (v := _known(ended, m))}
         rows.append(Row(dict(place), len(cells) - len(ended), means, differences))
     return rows
 

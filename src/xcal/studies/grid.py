@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import BEFORE_THE_KEY, Experiment, nearest
+from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, nearest
 from xcal.errors import UserError
-from xcal.experiments import KEYS, make_experiment, read_toml
+from xcal.experiments import KEYS, make_experiment, names_of_today, read_toml
 from xcal.methods.registry import get_method
 
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
@@ -38,6 +38,9 @@ class Cell:
     explained: int  # test images explained at the end, every group present
     variant: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", names_of_today(self.keys))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cell) and (self.id, self.variant) == (other.id, other.variant)
 
@@ -46,8 +49,13 @@ class Cell:
 
     @cached_property
     def id(self) -> str:
-        """The cell's name for ever: a digest of its scale's measuring and of its keys."""
-        text = json.dumps([self.scale, self.explained, dict(self.keys)], sort_keys=True)
+        """The cell's name for ever: a digest of its scale's measuring and of its keys.
+
+        Keys go by the names that they had when the first cells were kept.
+        """
+        old = {new: old for old, new in RENAMED.items()}
+        keys = {old.get(k, k): v for k, v in self.keys.items()}
+        text = json.dumps([self.scale, self.explained, keys], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -96,6 +104,7 @@ def make_cell(
     uses: frozenset[str] | None = None,
 ) -> Cell:
     """A cell that pins of `values` what its method says it uses."""
+    values = names_of_today(values)
     used = get_method(str(values["method"])).uses if uses is None else uses
     kept = {k: v for k, v in sorted(values.items()) if k in used and v is not None}
     return Cell(scale, kept, explained, variant)
@@ -180,9 +189,9 @@ def own_grid(path: Path, words: Sequence[str] = (), seeds: int | None = None) ->
 
 def _own_cell(values: Mapping[str, Any], at: Mapping[str, Any]) -> Cell:
     experiment = make_experiment(values, "the study")
-    if experiment.homes is not None:
+    if experiment.sites is not None:
         raise UserError(
-            "A study is a simulation, and `homes` would charge real ledgers: leave it out."
+            "A study is a simulation, and `sites` would charge real ledgers: leave it out."
         )
     resolved = {k: v for k, v in experiment.resolved().items() if k not in _BY_THE_PROCESS}
     if "paired" not in values and experiment.noise_source == "seeded":

@@ -79,7 +79,7 @@ class Difference:
         return self.wins == self.losses == 0 and self.low == self.high == 0
 
 
-def summarise(values: Sequence[float]) -> Summary:
+def summarize(values: Sequence[float]) -> Summary:
     array = np.asarray(values, dtype=float)
     deviation = float(array.std(ddof=1)) if len(array) > 1 else None
     return Summary(len(array), float(array.mean()), deviation)
@@ -102,11 +102,11 @@ def group_weights(test: TestSet, draws: int, seed: int) -> FloatArray:
     # A group belongs to the class that most of its images have.
     votes = np.zeros((groups, len(test.classes)))
     np.add.at(votes, (test.groups, test.labels), 1)
-    home = votes.argmax(axis=1)
+    site_dir = votes.argmax(axis=1)
     generator = np.random.default_rng(seed)
     weights = np.zeros((draws, groups))
     for k in range(len(test.classes)):
-        members = np.flatnonzero(home == k)
+        members = np.flatnonzero(site_dir == k)
         if len(members):
             even = np.full(len(members), 1 / len(members))
             weights[:, members] = generator.multinomial(len(members), even, size=draws)

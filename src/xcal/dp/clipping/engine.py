@@ -14,14 +14,18 @@ from torch.nn.modules.dropout import _DropoutNd
 from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.dp.clipping.losses import Loss, check_independent
+from xcal.dp.clipping.plain import Plain
 from xcal.dp.clipping.probe import check_rules
-from xcal.dp.clipping.recorder import INSTEAD_OF_BATCH_NORM, Recorded, record
-from xcal.dp.clipping.tape import Units
+from xcal.dp.clipping.recorder import (
+    INSTEAD_OF_BATCH_NORM,
+    RecordedPass,
+    TapeRecorder,
+    record,
+    refuse_other_uses,
+)
+from xcal.dp.clipping.tape import Tape, Units
 from xcal.dp.padding import filled_up
 from xcal.errors import UserError
-from xcal.dp.clipping.plain import Plain
-from xcal.dp.clipping.recorder import Recorder, refuse_other_uses
-from xcal.dp.clipping.tape import Book
 
 # Their parameters go into operations that have no rule, and nothing in them may train.
 _WITHOUT_RULE = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
@@ -221,12 +225,12 @@ class ClippingEngine:
 
     def _clip(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         if not len(batch.images):
-            return self._of_nobody(batch, bound, capture)
+            return self._empty_batch(batch, bound, capture)
         if len(batch.images) <= self._chunk:
             return self._clip_together(batch, bound, capture)
         return self._clip_in_chunks(batch, bound, capture)
 
-    def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> Recorded:
+    def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> RecordedPass:
         """One pass. With fixed rows, the book has the units of `_Batch.of_rows`."""
         count = len(batch.images)
         if self._rows:
@@ -248,7 +252,7 @@ class ClippingEngine:
             self._trusted_loss = batch.loss
         if len(batch.images) == count:
             return seen
-        return Recorded(
+        return RecordedPass(
             seen.book,
             seen.logits[:count],
             None if seen.features is None else seen.features[:count],
@@ -362,7 +366,7 @@ class ClippingEngine:
             bound,
         )
 
-    def _of_nobody(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
+    def _empty_batch(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """Zeros, with the shapes that a blank image of the same size shows."""
         blank = batch.images.new_zeros(1, *batch.images.shape[1:])
         nobody = batch.units.count
@@ -411,7 +415,7 @@ class OpenPass:
         self.check()
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         like = next(p for p in model.parameters() if p.requires_grad)
-        self._book = Book(units, like.device)
+        self._book = Tape(units, like.device)
         self._anchor = like.detach().new_zeros((), requires_grad=True)
         self._rows = rows
         self._plain = Plain(model, rows, self._book, self._anchor)
@@ -420,10 +424,10 @@ class OpenPass:
         """Refuse a network that cannot be clipped right as it stands."""
         _refuse_unsupported(self._model, None, dropout=True)
 
-    def recording(self) -> Recorder:
+    def recording(self) -> TapeRecorder:
         """The context in which the network is called."""
         self.check()
-        return Recorder(self._plain, self._rows, self._book, self._anchor)
+        return TapeRecorder(self._plain, self._rows, self._book, self._anchor)
 
     def finish(self, losses: Tensor) -> ClippedSum:
         """The sum over units of clipped gradients of their images' mean loss; see `ClippedSum`.

@@ -1,7 +1,7 @@
 """The stand-ins: autograd functions that keep the gradients of their parameters apart by image.
 
 Each computes what the library's own operation computes. Backward, each hands on the gradient of
-its input only and leaves those of its parameters in a `Book`, under their `names` (None: frozen).
+its input only and leaves those of its parameters in a `Tape`, under their `names` (None: frozen).
 The anchor is an input without influence; it makes the output require a gradient.
 """
 
@@ -23,7 +23,7 @@ from xcal.dp.clipping.convolution import (
     per_image_weight_gradient,
     without_skipped_pixels,
 )
-from xcal.dp.clipping.tape import Book
+from xcal.dp.clipping.tape import Tape
 
 
 def apply(
@@ -51,7 +51,7 @@ class Convolution(torch.autograd.Function):
         bias: Tensor | None,
         shape: ConvShape,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         y, patches = forward(x, weight, bias, shape)
         ctx.save_for_backward(x, weight, patches)
@@ -88,7 +88,7 @@ class Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.names, ctx.book = names, book
@@ -134,7 +134,7 @@ class LayerNorm(torch.autograd.Function):
         shape: list[int],
         eps: float,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
@@ -172,7 +172,7 @@ class Embedding(torch.autograd.Function):
         _bias: None,
         padding: int | None,
         name: str,
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.padding, ctx.name, ctx.book, ctx.table = padding, name, book, len(weight)
@@ -201,7 +201,7 @@ class GroupNorm(torch.autograd.Function):
         groups: int,
         eps: float,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         batch, channels = x.shape[:2]
         x = x.contiguous()
@@ -255,7 +255,7 @@ class FrozenNorm(torch.autograd.Function):
         var: Tensor,
         eps: float,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.names, ctx.book = names, book
@@ -269,8 +269,8 @@ class FrozenNorm(torch.autograd.Function):
         per_channel = (1, -1, *([1] * (x.dim() - 2)))
         pixels = tuple(range(2, x.dim()))
         if weight_name is not None:
-            centred = x - mean.view(per_channel)
-            rows = (centred.mul_(g).sum(pixels) if pixels else centred * g) * rstd
+            centered = x - mean.view(per_channel)
+            rows = (centered.mul_(g).sum(pixels) if pixels else centered * g) * rstd
             ctx.book.add_rows(weight_name, rows)
         if bias_name is not None:
             ctx.book.add_rows(bias_name, g.sum(pixels) if pixels else g)

@@ -1,7 +1,7 @@
 """Parameters that a network adds, multiplies or concatenates by itself, and what it makes of them.
 
 A *derived* tensor is a function of parameters and constants only: a slice, a reshaped scale, an
-interpolated position embedding, a weight that is normalised anew in every pass. Where a parameter
+interpolated position embedding, a weight that is normalized anew in every pass. Where a parameter
 or a derived tensor meets a batch, a copy of it per sample takes its place (`Lift`; no memory is
 used), so that its gradient comes out per sample. What was derived is followed back to the
 parameters afterwards, for every unit by itself.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from xcal.dp.clipping.tape import Book
+from xcal.dp.clipping.tape import Tape
 
 
 def _functions(names: str) -> frozenset[Any]:
@@ -77,7 +77,7 @@ class Plain:
     `refuse_other_uses` finds it.
     """
 
-    def __init__(self, model: nn.Module, count: int, book: Book, anchor: Tensor) -> None:
+    def __init__(self, model: nn.Module, count: int, book: Tape, anchor: Tensor) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
         self._count, self._book, self._anchor = count, book, anchor

@@ -1,8 +1,8 @@
 """Stand-ins for the operations that hold trainable parameters.
 
-Inside `Recorder` the calls of layers (`conv2d`, `linear`, `layer_norm`, …) that use a trainable
+Inside `TapeRecorder` the calls of layers (`conv2d`, `linear`, `layer_norm`, …) that use a trainable
 parameter run as autograd functions of our own: the same forward pass; a backward pass that hands
-on the input gradient only and leaves per-unit weight gradients in a `Book`. Parameters that a
+on the input gradient only and leaves per-unit weight gradients in a `Tape`. Parameters that a
 network adds, multiplies or concatenates itself are `plain.py`'s. The parameters themselves never
 enter the graph of the loss, so a parameter that is found there after the forward pass was used in
 some way no rule covers, and `refuse_other_uses` says which.
@@ -34,7 +34,7 @@ from xcal.dp.clipping.layers import (
 )
 from xcal.dp.clipping.losses import Loss, per_sample
 from xcal.dp.clipping.plain import Plain
-from xcal.dp.clipping.tape import Book, Units
+from xcal.dp.clipping.tape import Tape, Units
 from xcal.dp.clipping.volumes import Volume, VolumeShape
 from xcal.errors import UserError
 from xcal.plugins import MANUAL
@@ -46,14 +46,14 @@ INSTEAD_OF_BATCH_NORM = (
 )
 
 
-class Recorder(TorchFunctionMode):
+class TapeRecorder(TorchFunctionMode):
     """While entered, every use of a trainable parameter by a known operation is recorded.
 
     `anchor` is a scalar that requires a gradient, so that the graph starts at the first recorded
     operation and no earlier: frozen layers before it cost no backward pass.
     """
 
-    def __init__(self, plain: Plain, images: int, book: Book, anchor: Tensor) -> None:
+    def __init__(self, plain: Plain, images: int, book: Tape, anchor: Tensor) -> None:
         super().__init__()
         self._plain = plain
         self._images = images
@@ -239,7 +239,7 @@ class Recorder(TorchFunctionMode):
             return None
         if x.dim() == len(normalized_shape):
             raise UserError(
-                f"the layer norm with parameter {names[0] or names[1]!r} normalises over the "
+                f"the layer norm with parameter {names[0] or names[1]!r} normalizes over the "
                 "images of a batch, which mixes people's data"
             )
         shape, book = list(normalized_shape), self._book
@@ -255,9 +255,9 @@ class Recorder(TorchFunctionMode):
         if weight is None or self._plain.sources(weight) is None:
             return None
         if x.dim() == len(normalized_shape):
-            raise UserError("an RMS norm normalises over the batch, which mixes people's data")
-        normalised = F.rms_norm(x, normalized_shape, None, eps)
-        scaled: Tensor = self._plain.call(torch.mul, (normalised, weight), {})
+            raise UserError("an RMS norm normalizes over the batch, which mixes people's data")
+        normalized = F.rms_norm(x, normalized_shape, None, eps)
+        scaled: Tensor = self._plain.call(torch.mul, (normalized, weight), {})
         return scaled
 
     def _prelu(self, x: Tensor, weight: Tensor) -> Tensor | None:
@@ -368,10 +368,10 @@ _unguarded_attention = FunctionType(
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedPass:
     """One forward and backward pass: the book it wrote and what it showed, in image order."""
 
-    book: Book
+    book: Tape
     logits: Tensor
     features: Tensor | None
     finite: Tensor
@@ -390,15 +390,15 @@ def record(
     forward: Callable[[Tensor], Tensor] | None = None,
     loss: Loss | None = None,
     fallback: Fallback | None = None,
-) -> Recorded:
+) -> RecordedPass:
     """Run the network forward and back once on the weighted sum of losses (cross-entropies).
 
-    `forward` stands for the network where `images` have been through its frozen beginning.
+    `forward` stands for the network where `images` have been through its frozen backbone.
     """
     while True:
         try:
             return _record(
-                model, images, labels, weights, Book(units, images.device, geometry),
+                model, images, labels, weights, Tape(units, images.device, geometry),
                 capture, forward or model, loss, fallback,
             )  # fmt: skip
         except NoRule as missing:
@@ -411,18 +411,18 @@ def _record(
     images: Tensor,
     labels: Tensor,
     weights: Tensor,
-    book: Book,
+    book: Tape,
     capture: str | None,
     forward: Callable[[Tensor], Tensor],
     loss: Loss | None,
     fallback: Fallback | None,
-) -> Recorded:
+) -> RecordedPass:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         anchor = weights.new_zeros((), requires_grad=True)
         plain = Plain(model, len(images), book, anchor)
         slower = nullcontext() if fallback is None else fallback.entered(model, plain, len(images))
-        recorder = Recorder(plain, len(images), book, anchor)
+        recorder = TapeRecorder(plain, len(images), book, anchor)
         with slower, _captured(model, capture) as caught, recorder:
             output = forward(images)
         logits = getattr(output, "logits", output)
@@ -441,7 +441,7 @@ def _record(
             torch.autograd.grad(total, [anchor], allow_unused=True)
         plain.settle()
     finite = known & torch.isfinite(losses.detach())
-    return Recorded(book, logits.detach(), caught[-1] if caught else None, finite)
+    return RecordedPass(book, logits.detach(), caught[-1] if caught else None, finite)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class _Lookup:
         return read // self.table, read % self.table, sums
 
 
-class Book:
+class Tape:
     """Gradients of all units of one backward pass, by parameter name, in whatever form is cheapest.
 
     A parameter used once by a dense layer may be kept as a pair (input, output gradient); one used

@@ -24,7 +24,7 @@ from xcal.dp.clipping.convolution import (
     per_image_weight_gradient,
     without_skipped_pixels,
 )
-from xcal.dp.clipping.tape import Book
+from xcal.dp.clipping.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Volume(torch.autograd.Function):
         bias: Tensor | None,
         shape: VolumeShape,
         names: tuple[str | None, str | None],
-        book: Book,
+        book: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.shape, ctx.names, ctx.book = shape, names, book
@@ -103,7 +103,7 @@ def _how(shape: VolumeShape) -> tuple[Any, ...]:
 
 
 def _write(
-    book: Book, name: str, outer: Tensor, inner: Tensor, weight: Tensor, shape: VolumeShape
+    book: Tape, name: str, outer: Tensor, inner: Tensor, weight: Tensor, shape: VolumeShape
 ) -> None:
     flat = shape.flat(weight)
     if flat is not None:

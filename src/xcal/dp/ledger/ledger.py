@@ -334,7 +334,7 @@ class Ledger:
             raise refuse(
                 self.path,
                 f"carries a limit, and the method {run.method!r} has no guarantee:"
-                " choose a method with one, or run without this home.",
+                " choose a method with one, or run without this site.",
             )
         if run.epsilon is not None and not covers(self.terms.unit, run.unit):
             raise refuse(

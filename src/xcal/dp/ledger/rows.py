@@ -93,7 +93,7 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class Release:
-    """One quantity that a step lets out: its name, noise deviation and sensitivity."""
+    """One quantity that a step releases: its name, noise deviation and sensitivity."""
 
     name: str
     noise: float
@@ -422,6 +422,6 @@ def how_to_cover(unit: str) -> str:
     if unit == "group":
         return (
             "set unit = 'group', which needs a data set that says whose its images are (`xcal data"
-            " import --group-column`); a home made with --unit record takes runs per image"
+            " import --group-column`); a site made with --unit record takes runs per image"
         )
-    return f"set unit = {unit!r}, or name a home that was made with another --unit"
+    return f"set unit = {unit!r}, or name a site that was made with another --unit"

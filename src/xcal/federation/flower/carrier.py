@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from xcal.errors import UserError
 from xcal.federation.answer import answer
-from xcal.federation.home import ClientHome
+from xcal.federation.site_directory import SiteDirectory
 
 RECORD = "xcal"
 PULL_SECONDS = 0.05
@@ -25,18 +25,18 @@ class Stopped(Exception):
 
 
 class GridCarrier:
-    """Carries bytes to the nodes of a grid. Nodes are known by the names their homes give them."""
+    """Carries bytes to the nodes of a grid. Nodes are known by the names their sites give them."""
 
     def __init__(
         self,
         grid: Grid,
         *,
-        homes: Path | None = None,
+        sites: Path | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """`homes`: of a simulation, whose nodes have none of their own but a number."""
+        """`sites`: of a simulation, whose nodes have none of their own but a number."""
         self._grid = grid
-        self._homes = homes
+        self._homes = sites
         self._stop = stop or threading.Event()
         self._nodes: dict[str, int] = {}
         self._waiting: dict[str, str] = {}  # messages without an answer, by id: their clients
@@ -46,7 +46,7 @@ class GridCarrier:
         """The names of `count` clients, once so many nodes have come and said them, in order."""
         end = None if timeout is None else time.monotonic() + timeout
         asked: dict[str, int] = {}  # by message
-        nameless: dict[int, float] = {}  # until when a node without a home is left alone
+        nameless: dict[int, float] = {}  # until when a node without a site is left alone
         while True:
             now = time.monotonic()
             known = {*self._nodes.values(), *asked.values()}
@@ -100,7 +100,7 @@ class GridCarrier:
     def _message(self, node: int, kind: str, data: bytes, group: str) -> Message:
         record: dict[str, Any] = {"message": data}
         if self._homes is not None:
-            record["homes"] = str(self._homes)
+            record["sites"] = str(self._homes)
         content = RecordDict({RECORD: ConfigRecord(record)})
         return Message(content, dst_node_id=node, message_type=kind, group_id=group)
 
@@ -142,38 +142,38 @@ def reply_with(message: Message, data: bytes) -> Message:
     return Message(RecordDict({RECORD: ConfigRecord({"message": data})}), reply_to=message)
 
 
-def home_of(message: Message, context: Context) -> Path | None:
-    """Whose home this node speaks for: the one its operator named when starting it.
+def site_of(message: Message, context: Context) -> Path | None:
+    """Whose site this node speaks for: the one its operator named when starting it.
 
     Only in a simulation, where nodes have numbers and no operators, the message says where the
-    homes are; and then only a home that holds a part of a simulated partition is used, never one
+    sites are; and then only a site that holds a part of a simulated partition is used, never one
     with data of its own.
     """
-    named = context.node_config.get("home")
+    named = context.node_config.get("site")
     if named is not None:
         return Path(str(named)).expanduser()
     record = message.content.config_records.get(RECORD)
-    homes = None if record is None else record.get("homes")
-    if not isinstance(homes, str) or "partition-id" not in context.node_config:
+    sites = None if record is None else record.get("sites")
+    if not isinstance(sites, str) or "partition-id" not in context.node_config:
         return None
-    home = Path(homes) / str(int(context.node_config["partition-id"]))
+    site_dir = Path(sites) / str(int(context.node_config["partition-id"]))
     try:
-        return home if ClientHome.open(home).about.data is None else None
+        return site_dir if SiteDirectory.open(site_dir).about.data is None else None
     except UserError:
-        return home  # `answer` says what is wrong with it
+        return site_dir  # `answer` says what is wrong with it
 
 
 def answer_train(message: Message, context: Context) -> Message:
     """A round at this client. Nothing is raised: an error's text would travel to the server."""
-    home = home_of(message, context)
-    return reply_with(message, b"" if home is None else answer(home, _bytes_of(message)))
+    site_dir = site_of(message, context)
+    return reply_with(message, b"" if site_dir is None else answer(site_dir, _bytes_of(message)))
 
 
 def answer_name(message: Message, context: Context) -> Message:
-    """This client's name; nothing where its home cannot be read."""
-    home = home_of(message, context)
+    """This client's name; nothing where its site cannot be read."""
+    site_dir = site_of(message, context)
     try:
-        name = "" if home is None else ClientHome.open(home).about.client
+        name = "" if site_dir is None else SiteDirectory.open(site_dir).about.client
     except UserError:
         name = ""
     return reply_with(message, name.encode())

@@ -17,20 +17,20 @@ from flwr.serverapp import Grid, ServerApp
 
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
-from xcal.federation.coordinator import Progress, Silent
+from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.carrier import GridCarrier
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment, threads_of
 from xcal.federation.setup import Federation, prepare, prepare_remote, settled
-from xcal.federation.simulated import make_homes
+from xcal.federation.simulated import make_sites
 
 ROUND_TIMEOUT = 3600.0  # without one, a dead client would hold a round up for good
 
 app = ServerApp()
 
 
-class Spoken(Silent):
+class Spoken(NullCallback):
     """One line a round, for the log of whoever watches the run."""
 
     def round(self, record: dict[str, Any]) -> None:
@@ -49,16 +49,16 @@ def run_simulated(
     federation: Federation | None = None,
     stop: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """A run whose clients are a simulation's nodes: their homes are made in the run's folder."""
+    """A run whose clients are a simulation's nodes: their sites are made in the run's folder."""
     experiment = folder.experiment
-    if experiment.homes is not None:
+    if experiment.sites is not None:
         raise UserError(
-            "Flower's simulation makes homes of its own: leave out homes, or give every SuperNode"
-            " its home in a deployment."
+            "Flower's simulation makes sites of its own: leave out sites, or give every SuperNode"
+            " its site in a deployment."
         )
     known = federation or prepare(experiment, new=False)
-    make_homes(folder, known, threads_of(folder))
-    carrier = GridCarrier(grid, homes=folder.path.resolve() / "clients", stop=stop)
+    make_sites(folder, known, threads_of(folder))
+    carrier = GridCarrier(grid, sites=folder.path.resolve() / "clients", stop=stop)
     carrier.find(len(known.names))
     return run_experiment(folder, progress, known, carrier)
 

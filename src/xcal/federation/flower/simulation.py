@@ -1,7 +1,7 @@
 """`xcal run --engine flower`: the same experiment on Flower's simulation, over Ray.
 
 Clients run in parallel, as many at once as their shares of CPU and GPU allow. The run's folder and
-its homes are files: on a cluster they must stand where every machine sees them.
+its sites are files: on a cluster they must stand where every machine sees them.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
 from xcal.errors import UserError
-from xcal.federation.home import ClientHome
-from xcal.federation.home_check import Finding, check_home
 from xcal.federation.nvflare import process
 from xcal.federation.nvflare.hardening import looser_than_ours
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import VERSION, fingerprint_of
+from xcal.federation.site_check import Finding, check_site
+from xcal.federation.site_directory import SiteDirectory
 
 SOON = datetime.timedelta(days=30)
 
@@ -40,7 +40,7 @@ def check_party(party: Party, *, now: datetime.datetime | None = None) -> list[F
         Finding("ok", "The kit allows exactly our classes, no code, no shell, no log streaming.")
     ]
     if party.about.role == "site":
-        found += _home(party)
+        found += _site_dir(party)
     sound = not any(f.level == "problem" for f in certificates)
     found += _server_port(party) if party.about.role == "server" else _reach(party, sound)
     return found
@@ -125,19 +125,19 @@ def _certificates(party: Party, now: datetime.datetime) -> list[Finding]:
     return [Finding("ok", f"The certificate is valid until {own.not_valid_after_utc:%Y-%m-%d}.")]
 
 
-def _home(party: Party) -> list[Finding]:
+def _site_dir(party: Party) -> list[Finding]:
     try:
-        home = ClientHome.open(party.home)
+        site_dir = SiteDirectory.open(party.site_dir)
     except UserError as error:
         return [Finding("problem", str(error))]
-    found = check_home(home)
+    found = check_site(site_dir)
     # A simulated site answers by the number of the local engine's client that it stands for.
-    if not home.about.simulated and home.about.client != party.about.name:
+    if not site_dir.about.simulated and site_dir.about.client != party.about.name:
         found.append(
             Finding(
                 "problem",
-                f"{party.home / 'home.toml'} says client = {home.about.client!r}: the server asks"
-                f" for {party.about.name!r}, so every request would be refused.",
+                f"{party.site_dir / 'site.toml'} says client ="
+                f" {site_dir.about.client!r}: the server asks for {party.about.name!r}, so every request would be refused.",
             )
         )
     return found

@@ -13,7 +13,7 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
-from xcal.federation.coordinator import Silent
+from xcal.federation.coordinator import NullCallback
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
@@ -137,7 +137,7 @@ def _given(folder: RunFolder) -> dict[str, Any]:
     return {k: v for k, v in folder.experiment.resolved().items() if v is not None}
 
 
-class Watch(Silent):
+class Watch(NullCallback):
     """What the lead sees of a running job: the rounds' records, which hold releases only."""
 
     def __init__(self) -> None:

@@ -20,9 +20,9 @@ class _Aborted(BaseException):
 
 
 class XcalExecutor(Executor):
-    """Answers rounds from the client home that lies beside the kit.
+    """Answers rounds from the site that lies beside the kit.
 
-    It takes no argument: a job cannot choose a home, a path or a command. What leaves is the
+    It takes no argument: a job cannot choose a site, a path or a command. What leaves is the
     core's answer or one of FLARE's fixed return codes.
     """
 
@@ -38,7 +38,7 @@ class XcalExecutor(Executor):
 
         try:
             # Anything but bytes is for the core to refuse: it logs what it refuses.
-            sent = answer(kit.parent / "home", given if isinstance(given, bytes) else b"", on_step)
+            sent = answer(kit.parent / "site", given if isinstance(given, bytes) else b"", on_step)
         except _Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         result = Shareable()

@@ -11,8 +11,8 @@ from xcal.experiments import make_experiment, read_toml
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.parties import Invitation, Party, read_federation
 
-if TYPE_CHECKING:  # homes bring torch, which starting and halting need not wait for
-    from xcal.federation.home import ClientHome
+if TYPE_CHECKING:  # sites bring torch, which starting and halting need not wait for
+    from xcal.federation.site_directory import SiteDirectory
 
 
 def init_local(
@@ -21,7 +21,7 @@ def init_local(
     """Make coordinator and sites under `out`; says what it did, line by line.
 
     With an experiment each site gets a part of its data and terms that admit `runs` such runs.
-    With a seed the homes are simulated: their noise can be drawn again, so it protects nobody.
+    With a seed the sites are simulated: their noise can be drawn again, so it protects nobody.
     """
     about = read_federation(source)
     if about.server != "localhost":
@@ -35,8 +35,8 @@ def init_local(
         provision.accept(party, signed)
         yield f"{site}: key, certificate and hardened kit in {party.folder}."
         if experiment is not None:
-            local_home(party, experiment, number, seed, runs)
-            yield f"{site}: home with part {number + 1} of {experiment}'s data."
+            local_site(party, experiment, number, seed, runs)
+            yield f"{site}: site with part {number + 1} of {experiment}'s data."
     for viewer in about.viewers:
         party = provision.join(Invitation.read(coordinator.invitation_file(viewer)), out / viewer)
         provision.accept(party, provision.approve(coordinator, party.request_file))
@@ -44,16 +44,16 @@ def init_local(
     yield f"Start them all: xcal federation start {out}"
 
 
-def local_home(
+def local_site(
     party: Party, experiment: Path, shard: int, seed: int | None = None, runs: int = 2
-) -> ClientHome:
-    """A home for a site that plays along on this machine."""
-    from xcal.federation.home import HomeTable, create_home
+) -> SiteDirectory:
+    """A site for a site that plays along on this machine."""
     from xcal.federation.policy import Policy
     from xcal.federation.setup import settled
+    from xcal.federation.site_directory import SiteTable, create_site
 
     made = settled(make_experiment(read_toml(experiment), str(experiment)))
-    about = HomeTable.model_validate(
+    about = SiteTable.model_validate(
         {
             # A simulated site stands for the local engine's client of that number.
             "client": party.about.name if seed is None else str(shard),
@@ -75,7 +75,7 @@ def local_home(
             "unit": made.privacy_unit,
         }
     )
-    return create_home(party.home, about, policy, unit=made.privacy_unit)
+    return create_site(party.site_dir, about, policy, unit=made.privacy_unit)
 
 
 def parties_in(folder: Path) -> list[Party]:

@@ -38,12 +38,12 @@ class FederationFile(BaseModel):
     )
     lead: str = Field("lead@federation.example", description="who may submit, as an address")
     viewers: tuple[str, ...] = Field((), description="who may look and not submit, as addresses")
-    organisation: str = Field("coordinator", description="the coordinator's organisation")
+    organization: str = Field("coordinator", description="the coordinator's organization")
     certificate_days: Annotated[int, Field(ge=1, le=1095)] = Field(
         360, description="how long a certificate lasts"
     )
 
-    @field_validator("name", "organisation")
+    @field_validator("name", "organization")
     @classmethod
     def _plain(cls, value: str) -> str:
         if not _SITE.fullmatch(value):
@@ -124,7 +124,7 @@ class Invitation:
     federation: str
     role: Role
     name: str
-    organisation: str
+    organization: str
     server: str
     port: int
     fingerprint: str  # of the federation's root certificate
@@ -162,7 +162,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Party:
-    """A folder that one party holds: key, kit, and a site's home or the server's runs.
+    """A folder that one party holds: key, kit, and a site's site or the server's runs.
 
     Nothing in it is shared: the private key is made in it and never leaves it.
     """
@@ -218,9 +218,9 @@ class Party:
         return self.kit / "local"
 
     @property
-    def home(self) -> Path:
-        """A site's client home: data reference, ledger, policy, refusal log."""
-        return self.folder / "home"
+    def site_dir(self) -> Path:
+        """A site's site: data reference, ledger, policy, refusal log."""
+        return self.folder / "site"
 
     @property
     def runs(self) -> Path:
@@ -254,7 +254,7 @@ class Party:
             )
 
 
-def organisation_of(name: str) -> str:
+def organization_of(name: str) -> str:
     """FLARE's organisations know letters, digits and _ only."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 

@@ -24,7 +24,7 @@ def command(party: Party) -> list[str]:
     if party.about.role not in MODULES:
         raise UserError(f"{party.folder} is a person's folder: it has nothing to start.")
     module, settings = MODULES[party.about.role]
-    given = ["secure_train=true", f"org={party.about.organisation}", "config_folder="]
+    given = ["secure_train=true", f"org={party.about.organization}", "config_folder="]
     if party.about.role == "site":
         given.insert(1, f"uid={party.about.name}")
     words = [sys.executable, "-u", "-m", module, "-m", str(party.kit), "-s", settings, "--set"]

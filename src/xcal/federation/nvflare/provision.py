@@ -30,7 +30,7 @@ from xcal.federation.nvflare.parties import (
     Party,
     Role,
     json_text,
-    organisation_of,
+    organization_of,
     read_federation,
 )
 
@@ -140,7 +140,7 @@ class Coordinator:
             federation=about.name,
             role=role,
             name=name,
-            organisation=organisation_of(about.organisation if own else name),
+            organization=organization_of(about.organization if own else name),
             server=about.server,
             port=about.port,
             fingerprint=self.fingerprint,
@@ -266,7 +266,7 @@ def _request(party: Party) -> None:
     person: dict[str, object] = {
         "name": about.name,
         "type": _PARTY_KIND[about.role],
-        "org": about.organisation,
+        "org": about.organization,
     }
     if about.role in _PARTY_ROLE:
         person["role"] = _PARTY_ROLE[about.role]

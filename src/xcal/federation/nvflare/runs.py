@@ -44,8 +44,8 @@ def submit(
             f"{experiment} is for {made.clients} clients, and the federation has {len(sites)}"
             f" sites ({', '.join(sites)}): make them agree."
         )
-    if made.homes is not None or made.noise is not None:
-        raise UserError("homes and noise are the sites' own: take them out of the experiment.")
+    if made.sites is not None or made.noise is not None:
+        raise UserError("sites and noise are the sites' own: take them out of the experiment.")
     run = check_run_name(name or f"{experiment.stem}-{secrets.token_hex(3)}")
     asked = min(made.participants or len(sites), len(sites))
     # A quorum and a timeout always: without them one dead site would hold the run for good.

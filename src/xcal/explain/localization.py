@@ -16,7 +16,7 @@ FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Localisation:
+class Localization:
     """Maps of N images against the region that truly decides; each array is (N,), in [0, 1].
 
     `pointing`: whether the map's highest pixel lies inside (where several are highest, the share
@@ -42,7 +42,7 @@ class Localisation:
         return {**means, "empty_maps": self.empty_maps, "without_region": self.without_region}
 
 
-def localisation(maps: Tensor, regions: Tensor) -> Localisation:
+def localization(maps: Tensor, regions: Tensor) -> Localization:
     """Compare maps (N, h, w), enlarged to the regions (N, H, W), bool, with those regions."""
     if maps.dim() != 3 or regions.dim() != 3 or len(maps) != len(regions):
         raise UserError(
@@ -51,7 +51,7 @@ def localisation(maps: Tensor, regions: Tensor) -> Localisation:
         )
     if len(maps) == 0:
         nothing = np.zeros(0)
-        return Localisation(nothing, nothing, nothing, 0, 0)
+        return Localization(nothing, nothing, nothing, 0, 0)
     truth = regions.detach().cpu().bool()
     values = maps.detach().cpu().double()
     finite = torch.isfinite(values).flatten(1).all(dim=1)
@@ -69,7 +69,7 @@ def localisation(maps: Tensor, regions: Tensor) -> Localisation:
     pointing, inside, area = (
         torch.where(has_region, part, torch.nan) for part in (pointing, inside, area)
     )
-    return Localisation(
+    return Localization(
         pointing=pointing.numpy(),
         inside=inside.numpy(),
         area=area.numpy(),

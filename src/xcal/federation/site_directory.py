@@ -1,6 +1,6 @@
-"""A client home: the folder a hospital owns, with all that decides for it.
+"""A site: the folder a hospital owns, with all that decides for it.
 
-    home.toml        who it is, where its data are
+    site.toml        who it is, where its data are
     policy.toml      what it allows
     ledger.sqlite    what its population has paid
     refusals.jsonl   what it refused, and why
@@ -37,6 +37,7 @@ from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned, read_toml, to_toml
 from xcal.federation.files import own_folder, whole_lines, write_bytes
+from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, admit_method, read_policy, read_table
 from xcal.federation.refusals import Refused
@@ -47,13 +48,12 @@ from xcal.federation.setup import (
     load_parts,
     settled,
 )
-from xcal.federation.site import Held, Site
 from xcal.methods.client_data import LocalData, TooManyUnits
 from xcal.models.registry import build_network
 
 
-class HomeTable(BaseModel):
-    """The keys of `home.toml`."""
+class SiteTable(BaseModel):
+    """The keys of `site.toml`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,8 +82,8 @@ class HomeTable(BaseModel):
         description="images in every pass, filled up; 0: as many as are drawn, which lets a server"
         " use how numbers are rounded; by default 32, for a trial 0",
     )
-    keep_mb: Annotated[int, Field(ge=0)] = Field(
-        512, description="memory for what a frozen beginning makes of its images"
+    feature_cache_mb: Annotated[int, Field(ge=0)] = Field(
+        512, description="memory for what a frozen backbone makes of its images"
     )
     group_cap: Annotated[int, Field(ge=1)] | None = Field(
         None, description="most images of one group that a record-level run uses"
@@ -104,25 +104,25 @@ class Owner:
     `policy` and `about` are None where there is nothing but a ledger: its limits decide alone.
     """
 
-    home: Path
+    site_dir: Path
     policy: Policy | None = None
-    about: HomeTable | None = None
+    about: SiteTable | None = None
 
     @property
     def ledger_path(self) -> Path:
-        return self.home / "ledger.sqlite"
+        return self.site_dir / "ledger.sqlite"
 
 
-def read_owner(home: Path) -> Owner:
-    """Who decides at a home given by path; one sentence about what is wrong with its files.
+def read_owner(site_dir: Path) -> Owner:
+    """Who decides at a site given by path; one sentence about what is wrong with its files.
 
-    A folder with `home.toml` or `policy.toml` is held to its policy. One with neither, as `xcal
+    A folder with `site.toml` or `policy.toml` is held to its policy. One with neither, as `xcal
     ledger create` makes it, is held to its ledger.
     """
-    if not any((home / name).exists() for name in ("home.toml", "policy.toml")):
-        return Owner(home)
-    opened = ClientHome.open(home)
-    return Owner(home, opened.policy, opened.about)
+    if not any((site_dir / name).exists() for name in ("site.toml", "policy.toml")):
+        return Owner(site_dir)
+    opened = SiteDirectory.open(site_dir)
+    return Owner(site_dir, opened.policy, opened.about)
 
 
 @dataclass(frozen=True)
@@ -158,27 +158,27 @@ _settled = lru_cache(maxsize=8)(settled)
 
 
 @dataclass(frozen=True)
-class ClientHome:
-    """A home as it stands on disk now."""
+class SiteDirectory:
+    """A site as it stands on disk now."""
 
     path: Path
-    about: HomeTable
+    about: SiteTable
     policy: Policy
 
     @staticmethod
-    def open(path: Path) -> ClientHome:
-        """Read home and policy; one sentence about what is wrong with either."""
+    def open(path: Path) -> SiteDirectory:
+        """Read site and policy; one sentence about what is wrong with either."""
         if not path.is_dir():
-            raise UserError(f"There is no client home {path}: make one with `xcal home init`.")
-        about = read_table(HomeTable, path / "home.toml", "home")
+            raise UserError(f"There is no site {path}: make one with `xcal site init`.")
+        about = read_table(SiteTable, path / "site.toml", "site")
         if (about.data is None) == (about.experiment is None):
-            raise UserError(f"{path / 'home.toml'} must name its data: data, or experiment.")
+            raise UserError(f"{path / 'site.toml'} must name its data: data, or experiment.")
         if about.simulated != (about.seed is not None):
             raise UserError(
-                f"{path / 'home.toml'}: seed and simulated = true go together; a real client has"
+                f"{path / 'site.toml'}: seed and simulated = true go together; a real client has"
                 " neither."
             )
-        return ClientHome(path, about, read_policy(path / "policy.toml"))
+        return SiteDirectory(path, about, read_policy(path / "policy.toml"))
 
     @property
     def ledger_path(self) -> Path:
@@ -229,7 +229,7 @@ class ClientHome:
             "threads": about.threads,
             "chunk": about.chunk,
             "pass_rows": about.pass_rows,
-            "keep_mb": about.keep_mb,
+            "feature_cache_mb": about.feature_cache_mb,
         }
         made = make_experiment({**BEFORE_THE_KEY, **keys, **own}, "the request")
         if made.unit is None:
@@ -254,13 +254,13 @@ class ClientHome:
         whole = self.trial()
         for key in ("pixels", "unit"):
             if getattr(whole, key) != getattr(experiment, key):
-                raise UserError(f"The request's {key} is not that of this home's trial: refused.")
+                raise UserError(f"The request's {key} is not that of this site's trial: refused.")
         data, parts = _parts(whole)
         check_groups_apart(whole.privacy_unit, data)
         if self.about.shard >= len(parts.shards):
             raise UserError(
-                f"This home's trial has {len(parts.shards)} parts, none of number"
-                f" {self.about.shard}: set shard in home.toml."
+                f"This site's trial has {len(parts.shards)} parts, none of number"
+                f" {self.about.shard}: set shard in site.toml."
             )
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
@@ -290,10 +290,10 @@ class ClientHome:
                 declared_units=self.about.units,
             )
         except TooManyUnits as error:  # a code that says no more than that the owner must look
-            raise Refused("home", str(error)) from error
-        site = Site(
+            raise Refused("site", str(error)) from error
+        site = LoadedSite(
             client=self.about.client,
-            home=self.path,
+            site_dir=self.path,
             data=data,
             noise=self.noise(),
             dealt=self.about.data is None,
@@ -319,26 +319,28 @@ class ClientHome:
 _LONGEST_DETAIL = 2000
 
 
-def log_refusal(home: Path, code: str, detail: str, **about: Any) -> None:
+def log_refusal(site_dir: Path, code: str, detail: str, **about: Any) -> None:
     """Write a refusal down where the owner finds it. Never fails: a full disk changes no answer."""
     # Part of it may be the server's words: no more of them than a person would read. The end of a
     # traceback says what it was.
     half = _LONGEST_DETAIL // 2
     long = len(detail) > _LONGEST_DETAIL
     told = f"{detail[:half]} … {detail[-half:]}" if long else detail
-    append_line(home / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about})
+    append_line(
+        site_dir / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about}
+    )
 
 
 @contextmanager
-def logged(home: Path, about: Mapping[str, Any]) -> Iterator[None]:
-    """Within: what is refused or fails is written down at the home, with its detail."""
+def logged(site_dir: Path, about: Mapping[str, Any]) -> Iterator[None]:
+    """Within: what is refused or fails is written down at the site, with its detail."""
     try:
         yield
     except Refused as refusal:
-        log_refusal(home, refusal.code, str(refusal), **about)
+        log_refusal(site_dir, refusal.code, str(refusal), **about)
         raise
     except Exception:
-        log_refusal(home, "internal", traceback.format_exc(), **about)
+        log_refusal(site_dir, "internal", traceback.format_exc(), **about)
         raise
 
 
@@ -354,11 +356,11 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> ClientHome:
-    """Make a home: its two files, and a ledger that carries the policy's totals for life."""
-    for name in ("home.toml", "policy.toml", "ledger.sqlite"):
+def create_site(path: Path, about: SiteTable, policy: Policy, *, unit: str) -> SiteDirectory:
+    """Make a site: its two files, and a ledger that carries the policy's totals for life."""
+    for name in ("site.toml", "policy.toml", "ledger.sqlite"):
         if (path / name).exists():
-            raise UserError(f"{path / name} exists already: a home is never replaced.")
+            raise UserError(f"{path / name} exists already: a site is never replaced.")
     terms = Terms(
         about.population,
         unit,
@@ -370,8 +372,8 @@ def create_home(path: Path, about: HomeTable, policy: Policy, *, unit: str) -> C
     own_folder(path)
     write_bytes(path / "policy.toml", commented(policy).encode())
     ledger.create(path / "ledger.sqlite", terms)
-    write_bytes(path / "home.toml", commented(about).encode())  # last: now it is a home
-    return ClientHome.open(path)
+    write_bytes(path / "site.toml", commented(about).encode())  # last: now it is a site
+    return SiteDirectory.open(path)
 
 
 ONE_LEDGER = (
@@ -380,24 +382,24 @@ ONE_LEDGER = (
 )
 
 
-def homes_of_the_same(home: Path, population: str, data: str | None) -> list[str]:
-    """Real homes beside this one that name its population or its data set, a sentence each."""
+def homes_of_the_same(site_dir: Path, population: str, data: str | None) -> list[str]:
+    """Real sites beside this one that name its population or its data set, a sentence each."""
     found = []
-    for other in sorted(home.resolve().parent.iterdir()):
-        if other == home.resolve() or not (other / "ledger.sqlite").is_file():
+    for other in sorted(site_dir.resolve().parent.iterdir()):
+        if other == site_dir.resolve() or not (other / "ledger.sqlite").is_file():
             continue
         try:
             terms = terms_of(read_rows(other / "ledger.sqlite"))
-            file = other / "home.toml"
-            theirs = read_table(HomeTable, file, "home").data if file.exists() else None
+            file = other / "site.toml"
+            theirs = read_table(SiteTable, file, "site").data if file.exists() else None
         except UserError:
             continue  # whose it is cannot be said
         same = [f"population {population!r}"] * (terms.population == population)
         same += [f"data set {data!r}"] * (data is not None and theirs == data)
         if terms.of_real_people and same:
             found.append(
-                f"Beware: {home.parent / other.name} has the {' and the '.join(same)} too: whoever"
-                " stands in both may be charged up to the sum of both limits."
+                f"Beware: {site_dir.parent / other.name} has the {' and the '.join(same)} too:"
+                " whoever stands in both may be charged up to the sum of both limits."
             )
     return found
 

@@ -1,8 +1,8 @@
-"""What a head reads where the last map is not enough: several stages at once, standardised.
+"""What a head reads where the last map is not enough: several stages at once, standardized.
 
 A noisy head learns fastest from few channels that vary alike. Published features do neither: all
 images of one kind share a large common part, which costs clipping norm and tells no class from
-another. So the channels are centred and scaled by *public* constants, which come with the weights
+another. So the channels are centered and scaled by *public* constants, which come with the weights
 file. Statistics of the private images would be releases.
 """
 

@@ -1,4 +1,4 @@
-"""A client as its owner holds it: data, home, noise; and how often its state is saved."""
+"""A client as its owner holds it: data, site, noise; and how often its state is saved."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from xcal.methods.context import ReplayKey
 _REMEMBERED = "answered.json"
 
 
-def remembered_head(home: Path) -> Head | None:
-    """The newest head that a home answered with, as it wrote it down; None: it never did."""
-    path = home / _REMEMBERED
+def remembered_head(site_dir: Path) -> Head | None:
+    """The newest head that a site answered with, as it wrote it down; None: it never did."""
+    path = site_dir / _REMEMBERED
     if not path.exists():
-        path = home / "runs" / "ledger.seen"  # where it was before
+        path = site_dir / "runs" / "ledger.seen"  # where it was before
         if not path.is_file():
             return None
     try:
@@ -48,11 +48,11 @@ def remembered_head(home: Path) -> Head | None:
 
 
 @dataclass
-class Site:
-    """A client as its owner holds it: data, home, noise. The server sees none of it."""
+class LoadedSite:
+    """A client as its owner holds it: data, site, noise. The server sees none of it."""
 
     client: str
-    home: Path
+    site_dir: Path
     data: LocalData
     noise: NoiseSource
     build_model: Callable[[], nn.Module]
@@ -67,33 +67,33 @@ class Site:
     _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies
 
     def __post_init__(self) -> None:
-        self.home.mkdir(parents=True, exist_ok=True)
+        self.site_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def ledger_path(self) -> Path:
-        return self.home / "ledger.sqlite"
+        return self.site_dir / "ledger.sqlite"
 
     def folder(self, run: str) -> Path:
-        """Where one run's state is kept: two runs on one home never see each other's."""
-        folder = self.home / "runs" / run
+        """Where one run's state is kept: two runs on one site never see each other's."""
+        folder = self.site_dir / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def remembered_head(self) -> Head | None:
-        """The ledger's head when this home last answered, whatever the run.
+        """The ledger's head when this site last answered, whatever the run.
 
         An older ledger that is put back, with its own head file, would forget what was released.
         """
-        return remembered_head(self.home)
+        return remembered_head(self.site_dir)
 
     def remember(self, head: Head) -> None:
-        write_json(self.home / _REMEMBERED, {"count": head.count, "hash": head.hash})
+        write_json(self.site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         """Only seeded noise can be replayed, so only then inputs are compared."""
         if self.noise.name != "seeded":
             return None
-        path = self.home / "replay.key"
+        path = self.site_dir / "replay.key"
         if not path.exists():
             write_bytes(path, secrets.token_bytes(32))
         if not self._digest:
@@ -105,7 +105,7 @@ class Site:
 class Held(NamedTuple):
     """What a client has for an experiment: itself, and what its network must fit."""
 
-    site: Site
+    site: LoadedSite
     classes: int
     side: int  # of its images, in pixels
 

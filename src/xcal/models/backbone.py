@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Split:
-    """The frozen beginning of a network and the rest, which share the network's own modules."""
+    """The frozen backbone of a network and the rest, which share the network's own modules."""
 
     beginning: tuple[nn.Module, ...]
     rest: tuple[nn.Module, ...]
@@ -25,7 +25,7 @@ class Split:
         with torch.no_grad():
             return _through(self.beginning, images)
 
-    def go_on(self, activations: Tensor) -> Tensor:
+    def forward_head(self, activations: Tensor) -> Tensor:
         """Logits, from what the beginning made."""
         return _through(self.rest, activations)
 
@@ -43,7 +43,7 @@ class Split:
         return state.hexdigest()
 
 
-def split_frozen(model: nn.Module, seen: str | None = None) -> Split | None:
+def split_backbone(model: nn.Module, seen: str | None = None) -> Split | None:
     """The split of a network that tells its `segments()`; None where nothing leading is frozen.
 
     The rest runs the module named `seen`, frozen or not, so that its output can be looked at.

@@ -1,4 +1,4 @@
-"""`xcal home`: a client's own folder, with its data reference, policy, ledger and refusal log."""
+"""`xcal site`: a client's own folder, with its data reference, policy, ledger and refusal log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked(kind: type[Made], **values: Any) -> Made:
 
 @app.command("init")
 def init_command(
-    home: Path = typer.Argument(..., help="The folder to make."),
+    site_dir: Path = typer.Argument(..., help="The folder to make."),
     client: str = typer.Option(..., help="The name this client goes by in federations."),
     population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
     epsilon: float = typer.Option(..., help="Highest ε of all runs together, for life."),
@@ -64,9 +64,9 @@ def init_command(
         None, help="Only for a simulation: noise and draws come from this seed."
     ),
 ) -> None:
-    """Make a client home: `home.toml`, `policy.toml` and a ledger with your limits."""
-    make_home(
-        home,
+    """Make a site: `site.toml`, `policy.toml` and a ledger with your limits."""
+    make_site(
+        site_dir,
         client=client,
         population=population,
         epsilon=epsilon,
@@ -83,8 +83,8 @@ def init_command(
     )
 
 
-def make_home(
-    home: Path,
+def make_site(
+    site_dir: Path,
     *,
     client: str,
     population: str,
@@ -100,17 +100,17 @@ def make_home(
     weights: Path | None = None,
     seed: int | None = None,
 ) -> None:
-    """Check the owner's terms, make the home and say so."""
+    """Check the owner's terms, make the site and say so."""
     from xcal.dp.calibration import check_target
-    from xcal.federation.home import (
+    from xcal.federation.policy import Policy
+    from xcal.federation.site_check import check_data, data_at_hand
+    from xcal.federation.site_directory import (
         ONE_LEDGER,
-        ClientHome,
-        HomeTable,
-        create_home,
+        SiteDirectory,
+        SiteTable,
+        create_site,
         homes_of_the_same,
     )
-    from xcal.federation.home_check import check_data, data_at_hand
-    from xcal.federation.policy import Policy
 
     check_target(epsilon, delta)
     if (data is None) == (experiment is None):
@@ -121,7 +121,7 @@ def make_home(
     if (epsilon_run or 0) > epsilon or (delta_run or 0) > delta:
         raise UserError("One run cannot have more than all: lower --epsilon-run or --delta-run.")
     about = checked(
-        HomeTable,
+        SiteTable,
         client=client,
         population=population,
         data=data,
@@ -140,15 +140,15 @@ def make_home(
         delta_run=delta if delta_run is None else delta_run,
         unit=unit,
     )
-    checked_data = data_at_hand(draft := ClientHome(home, about, policy))
+    checked_data = data_at_hand(draft := SiteDirectory(site_dir, about, policy))
     if checked_data:
         part = ""
         if units is not None and data is not None:
-            part = "; a home that has a part of a set is made with --experiment and --shard"
+            part = "; a site that has a part of a set is made with --experiment and --shard"
         for finding in check_data(draft):
             if finding.level == "problem":
-                raise UserError(f"No home was made: {finding.text.rstrip('.')}{part}.")
-    made = create_home(home, about, policy, unit=unit)
+                raise UserError(f"No site was made: {finding.text.rstrip('.')}{part}.")
+    made = create_site(site_dir, about, policy, unit=unit)
     typer.echo(f"Made {made.path}: client {client!r}, population {population!r}, per {unit}.")
     if why:
         typer.echo(why)
@@ -158,10 +158,10 @@ def make_home(
         " a lost ledger cannot be replaced."
     )
     if seed is None:
-        for line in (ONE_LEDGER, *homes_of_the_same(home, population, data)):
+        for line in (ONE_LEDGER, *homes_of_the_same(site_dir, population, data)):
             typer.echo(line)
     if not checked_data:
-        typer.echo(f"The data are not here yet: run `xcal home check {home}` once they are.")
+        typer.echo(f"The data are not here yet: run `xcal site check {site_dir}` once they are.")
 
 
 def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tuple[str, str]:
@@ -198,21 +198,21 @@ def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tu
         return unit, ""
     return unit, (
         f"One image is protected and not one person: {found.name} does not say of every image whose"
-        " it is. Where people have several, import it with --group-column and make the home then."
+        " it is. Where people have several, import it with --group-column and make the site then."
     )
 
 
 @app.command("show")
 def show_command(
-    home: Path = typer.Argument(..., help="A client home."),
+    site_dir: Path = typer.Argument(..., help="A site."),
     refusals: int = typer.Option(5, help="How many of the last refusals to show."),
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
     from xcal.dp.ledger.analysis import lifetime_text
     from xcal.dp.ledger.rows import read_rows, runs_of
-    from xcal.federation.home import ClientHome
+    from xcal.federation.site_directory import SiteDirectory
 
-    opened = ClientHome.open(home)
+    opened = SiteDirectory.open(site_dir)
     console = Console(markup=False, emoji=False)
     about, policy = opened.about, opened.policy
     console.print(
@@ -236,7 +236,7 @@ def show_command(
     console.print(
         f"{len(runs)} runs reserved ε = {reserved['epsilon']:g} of {policy.epsilon_total:g} and δ ="
         f" {reserved['delta']:g} of {policy.delta_total:g} that the policy allows; the ledger:"
-        f" {lifetime_text(rows)}. `xcal ledger show {home}` has the rows.",
+        f" {lifetime_text(rows)}. `xcal ledger show {site_dir}` has the rows.",
         highlight=False,
     )
     logged = opened.refusals()
@@ -247,17 +247,17 @@ def show_command(
 
 
 @app.command("check")
-def check_command(home: Path = typer.Argument(..., help="A client home.")) -> None:
+def check_command(site_dir: Path = typer.Argument(..., help="A site.")) -> None:
     """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""
-    from xcal.federation.home import ClientHome
-    from xcal.federation.home_check import check_home
+    from xcal.federation.site_check import check_site
+    from xcal.federation.site_directory import SiteDirectory
 
-    found = check_home(ClientHome.open(home))
+    found = check_site(SiteDirectory.open(site_dir))
     for finding in found:
         if finding.level != "problem":
             typer.echo(finding.text)
     wrong = [finding.text for finding in found if finding.level == "problem"]
     for text in wrong:
-        typer.echo(f"{home}: {text}", err=True)
+        typer.echo(f"{site_dir}: {text}", err=True)
     if wrong:
         raise typer.Exit(1)

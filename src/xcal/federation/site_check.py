@@ -1,0 +1,171 @@
+"""What would keep a site from answering, told before a server asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from xcal.data import catalog
+from xcal.data.images import Images
+from xcal.data.store import sizes_of
+from xcal.dp.ledger.head import check_clock
+from xcal.dp.ledger.rows import check_head, covers, read_rows, terms_of, verify
+from xcal.dp.sampling import UnitTable
+from xcal.errors import UserError
+from xcal.federation.files import read_tensors
+from xcal.federation.loaded_site import remembered_head
+from xcal.federation.partition_record import recorded_partition
+from xcal.federation.policy import looser_than_recommended
+from xcal.federation.setup import check_groups_apart, check_groups_known
+from xcal.federation.site_directory import SiteDirectory
+from xcal.methods.client_data import TooManyUnits, check_declared_units
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`problem`: it would not work or not be safe; `warning`: it works, look at it."""
+
+    level: Level
+    text: str
+
+
+def check_site(site_dir: SiteDirectory) -> list[Finding]:
+    """All that can be known about a site on its own machine; nothing is charged or changed."""
+    return [
+        Finding("ok", "site.toml and policy.toml: in order"),
+        *_ledger(site_dir),
+        *_memory(site_dir),
+        *check_data(site_dir),
+        *_policy(site_dir),
+        *_modes(site_dir),
+    ]
+
+
+def _ledger(site_dir: SiteDirectory) -> list[Finding]:
+    try:
+        found = verify(site_dir.ledger_path)
+    except UserError as error:
+        return [Finding("problem", str(error))]
+    if not found.ok:
+        return [Finding("problem", f"the ledger's row {found.row} {found.problem}")]
+    checked = [Finding("ok", f"ledger: {found.rows} rows, all in order")]
+    terms = terms_of(read_rows(site_dir.ledger_path))
+    if terms.population != site_dir.about.population:
+        checked.append(
+            Finding(
+                "problem",
+                f"the ledger is of the population {terms.population!r}, the site of"
+                f" {site_dir.about.population!r}",
+            )
+        )
+    if not covers(site_dir.policy.unit, terms.unit):
+        checked.append(
+            Finding(
+                "problem",
+                f"policy.toml asks for unit = {site_dir.policy.unit!r}, and the ledger is kept per"
+                f" {terms.unit}: set it to {terms.unit!r}",
+            )
+        )
+    if site_dir.about.simulated and not terms.simulated:
+        checked.append(
+            Finding("problem", "the site is simulated, and its ledger protects a real population")
+        )
+    return checked
+
+
+def _memory(site_dir: SiteDirectory) -> list[Finding]:
+    """What the site wrote down itself: a request would be refused for it."""
+    found = []
+    try:
+        check_clock(site_dir.ledger_path)
+        remembered = remembered_head(site_dir.path)
+        if (
+            remembered is not None
+            and not check_head(read_rows(site_dir.ledger_path), remembered).ok
+        ):
+            found.append(
+                Finding(
+                    "problem",
+                    f"the ledger is older than what this site remembers of it"
+                    f" ({remembered.count} rows): put the newest one back",
+                )
+            )
+    except UserError as error:
+        found.append(Finding("problem", str(error)))
+    for reply in sorted((site_dir.path / "runs").glob("*/reply.safetensors")):
+        if read_tensors(reply) is None:
+            found.append(Finding("problem", f"{reply} is damaged: its run cannot go on without it"))
+    return found
+
+
+def data_at_hand(site_dir: SiteDirectory) -> bool:
+    """Whether the site's data set is there at all: a site may be made before its images are."""
+    name = site_dir.about.data or site_dir.trial().data
+    return ":" in name or name == "smear" or bool(sizes_of(name))
+
+
+def _units(site_dir: SiteDirectory, images: Images) -> int:
+    """How many there are to declare."""
+    sizes = UnitTable.groups(images.groups).sizes
+    kept = sizes if site_dir.about.group_cap is None else sizes.clip(max=site_dir.about.group_cap)
+    return len(sizes) if site_dir.policy.unit == "group" else int(kept.sum())
+
+
+def _declaration(site_dir: SiteDirectory, images: Images) -> Finding:
+    told, declared = f"data: {len(images)} training images", site_dir.about.units
+    known = recorded_partition(site_dir.path)
+    units = _units(site_dir, images)
+    if known is not None and known.num_partitions > 1:  # among the sites of `xcal run`
+        told, units = f"data: {known}, {known.units} units", known.units
+    if declared is None:
+        return Finding("ok", f"{told} (their number of units becomes public: units declares one)")
+    try:
+        check_declared_units(units, declared)
+    except TooManyUnits as error:
+        return Finding("problem", str(error))
+    return Finding("ok", f"{told} (that there are up to {declared} units becomes public)")
+
+
+def check_data(site_dir: SiteDirectory) -> list[Finding]:
+    """Whether the site's images are there, and what it says of them fits them."""
+    found = []
+    try:
+        if site_dir.about.data is not None:
+            data = catalog.load(site_dir.about.data)
+            check_groups_known(site_dir.policy.unit, data)
+            check_groups_apart(site_dir.policy.unit, data)
+            if data.shared_groups:
+                told = f"{data.shared_groups} {data.group_name}s have training images here and"
+                found.append(Finding("warning", f"{told} others in validation or test of the set"))
+            images = data.train
+        else:
+            trial = site_dir.trial()
+            if not covers(site_dir.policy.unit, trial.privacy_unit):
+                text = f"the policy's unit is {site_dir.policy.unit}, its trial's {trial.unit}"
+                return [Finding("problem", f"{text}: no request can be both")]
+            images = site_dir.images(trial).images
+        found.append(_declaration(site_dir, images))
+    except UserError as error:
+        found.append(Finding("problem", f"the data cannot be had: {error}"))
+    weights = site_dir.about.weights
+    if weights is not None and not (site_dir.path / Path(weights).expanduser()).is_file():
+        found.append(Finding("problem", f"there is no weights file {weights}"))
+    return found
+
+
+def _policy(site_dir: SiteDirectory) -> list[Finding]:
+    return [
+        Finding("warning", f"policy looser than recommended: {advice}")
+        for advice in looser_than_recommended(site_dir.policy)
+    ] or [Finding("ok", "policy: no looser than recommended")]
+
+
+def _modes(site_dir: SiteDirectory) -> list[Finding]:
+    return [
+        Finding("warning", f"{name} can be written by others on this machine: chmod go-w it.")
+        for name in ("site.toml", "policy.toml")
+        if (site_dir.path / name).stat().st_mode & 0o022
+    ]
