@@ -60,6 +60,7 @@ app.command("study")(study.study_command)
 app.command("report")(report.report_command)
 app.add_typer(ledger.app, name="ledger")
 app.add_typer(site.app, name="site")
+app.add_typer(site.app, name="home", hidden=True)  # its name in the first edition
 app.add_typer(data.app, name="data")
 app.add_typer(federation.app, name="federation")
 

@@ -11,7 +11,7 @@ from xcal.dp.calibration import Plan
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.partition_record import PARTITION_KEYS, PartitionRecord
-from xcal.federation.policy import admit_experiment, admit_plan
+from xcal.federation.policy import admit_experiment, admit_plan, site_file
 from xcal.federation.refusals import Refused, naming
 from xcal.federation.rounds import run_terms
 from xcal.federation.site_directory import Owner, SiteDirectory, logged, read_owner
@@ -91,7 +91,7 @@ def check_same_data(owner: Owner, experiment: Experiment, shard: int) -> None:
     about = owner.about
     if about is None:
         return
-    where = owner.site_dir / "site.toml"
+    where = site_file(owner.site_dir)
     if about.data is not None:
         if about.data != experiment.data:
             raise Refused(

@@ -95,8 +95,8 @@ class PartitionRecord:
         raise Refused(
             "data",
             f"The ledger of the site {site_dir} was charged for {then}, and this run has {now}:"
-            f" people would move between ledgers, each of which grants its own limit; {what}, or give"
-            " every site a data set of its own.",
+            f" people would move between ledgers, each of which grants its own limit; {what}, or"
+            " give every site a data set of its own.",
         )
 
 

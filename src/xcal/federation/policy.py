@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xcal.config import Experiment, nearest
+from xcal.config import RENAMED, Experiment, nearest
 from xcal.dp.calibration import Plan
 from xcal.dp.ledger.rows import RunTerms, covers, how_to_cover
 from xcal.errors import UserError
@@ -61,6 +61,12 @@ class Policy(BaseModel):
 Table = TypeVar("Table", bound=BaseModel)
 
 
+def site_file(site_dir: Path) -> Path:
+    """A site's `site.toml`; the first edition called it `home.toml`."""
+    old, new = site_dir / "home.toml", site_dir / "site.toml"
+    return old if old.exists() and not new.exists() else new
+
+
 def read_table(kind: type[Table], path: Path, what: str) -> Table:
     """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
     try:
@@ -71,6 +77,7 @@ def read_table(kind: type[Table], path: Path, what: str) -> Table:
         raise UserError(f"{path} cannot be read as text.") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
+    values = {RENAMED.get(key, key): value for key, value in values.items()}
     known = tuple(kind.model_fields)
     for key in values:
         if key not in known:

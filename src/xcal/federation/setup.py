@@ -22,7 +22,7 @@ from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.ledgers_of import no_such_home
 from xcal.federation.partition_record import PartitionRecord
-from xcal.federation.policy import read_table
+from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_network, unmeasured
 from xcal.federation.refusals import naming
 from xcal.methods.base import Method
@@ -107,7 +107,7 @@ def _declared(experiment: Experiment, clients: int) -> tuple[int | None, ...]:
         return (None,) * clients
     found: list[int | None] = []
     for client, site_dir in enumerate(experiment.sites):
-        file = Path(site_dir) / "site.toml"
+        file = site_file(Path(site_dir))
         with _refusing(experiment, client, "site"):
             found.append(read_table(SiteTable, file, "site").units if file.exists() else None)
     return tuple(found)
@@ -317,9 +317,8 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         with _refusing(experiment, client, "plan-refused"):
             if experiment.expected_batch_size > units:
                 raise UserError(
-                    f"expected_batch_size ({experiment.expected_batch_size}) exceeds the {units} units of"
-                    f" client {client}:"
-                    " choose a smaller batch, fewer clients or more data."
+                    f"expected_batch_size ({experiment.expected_batch_size}) exceeds the {units}"
+                    f" units of client {client}: choose a smaller batch, fewer clients or more data."
                 )
             plans.append(checked_plan(method, experiment, units, own) if own else None)
     if getattr(method, "needs_validation", False) and not (

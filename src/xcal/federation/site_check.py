@@ -16,7 +16,7 @@ from xcal.errors import UserError
 from xcal.federation.files import read_tensors
 from xcal.federation.loaded_site import remembered_head
 from xcal.federation.partition_record import recorded_partition
-from xcal.federation.policy import looser_than_recommended
+from xcal.federation.policy import looser_than_recommended, site_file
 from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.client_data import TooManyUnits, check_declared_units
@@ -166,6 +166,6 @@ def _policy(site_dir: SiteDirectory) -> list[Finding]:
 def _modes(site_dir: SiteDirectory) -> list[Finding]:
     return [
         Finding("warning", f"{name} can be written by others on this machine: chmod go-w it.")
-        for name in ("site.toml", "policy.toml")
+        for name in (site_file(site_dir.path).name, "policy.toml")
         if (site_dir.path / name).stat().st_mode & 0o022
     ]

@@ -39,7 +39,7 @@ from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned, read_
 from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.partition_record import PartitionRecord
-from xcal.federation.policy import Policy, admit_method, read_policy, read_table
+from xcal.federation.policy import Policy, admit_method, read_policy, read_table, site_file
 from xcal.federation.refusals import Refused
 from xcal.federation.setup import (
     DATA_SEED,
@@ -119,7 +119,7 @@ def read_owner(site_dir: Path) -> Owner:
     A folder with `site.toml` or `policy.toml` is held to its policy. One with neither, as `xcal
     ledger create` makes it, is held to its ledger.
     """
-    if not any((site_dir / name).exists() for name in ("site.toml", "policy.toml")):
+    if not any(f.exists() for f in (site_file(site_dir), site_dir / "policy.toml")):
         return Owner(site_dir)
     opened = SiteDirectory.open(site_dir)
     return Owner(site_dir, opened.policy, opened.about)
@@ -170,12 +170,12 @@ class SiteDirectory:
         """Read site and policy; one sentence about what is wrong with either."""
         if not path.is_dir():
             raise UserError(f"There is no site {path}: make one with `xcal site init`.")
-        about = read_table(SiteTable, path / "site.toml", "site")
+        about = read_table(SiteTable, site_file(path), "site")
         if (about.data is None) == (about.experiment is None):
-            raise UserError(f"{path / 'site.toml'} must name its data: data, or experiment.")
+            raise UserError(f"{site_file(path)} must name its data: data, or experiment.")
         if about.simulated != (about.seed is not None):
             raise UserError(
-                f"{path / 'site.toml'}: seed and simulated = true go together; a real client has"
+                f"{site_file(path)}: seed and simulated = true go together; a real client has"
                 " neither."
             )
         return SiteDirectory(path, about, read_policy(path / "policy.toml"))
@@ -358,7 +358,7 @@ def _now() -> str:
 
 def create_site(path: Path, about: SiteTable, policy: Policy, *, unit: str) -> SiteDirectory:
     """Make a site: its two files, and a ledger that carries the policy's totals for life."""
-    for name in ("site.toml", "policy.toml", "ledger.sqlite"):
+    for name in ("site.toml", "home.toml", "policy.toml", "ledger.sqlite"):
         if (path / name).exists():
             raise UserError(f"{path / name} exists already: a site is never replaced.")
     terms = Terms(
@@ -390,7 +390,7 @@ def homes_of_the_same(site_dir: Path, population: str, data: str | None) -> list
             continue
         try:
             terms = terms_of(read_rows(other / "ledger.sqlite"))
-            file = other / "site.toml"
+            file = site_file(other)
             theirs = read_table(SiteTable, file, "site").data if file.exists() else None
         except UserError:
             continue  # whose it is cannot be said

@@ -137,7 +137,8 @@ def _site_dir(party: Party) -> list[Finding]:
             Finding(
                 "problem",
                 f"{party.site_dir / 'site.toml'} says client ="
-                f" {site_dir.about.client!r}: the server asks for {party.about.name!r}, so every request would be refused.",
+                f" {site_dir.about.client!r}: the server asks for"
+                f" {party.about.name!r}, so every request would be refused.",
             )
         )
     return found
