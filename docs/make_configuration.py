@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xcal.config import Experiment
+from xcal.experiments import experiment_type
 from xcal.methods.registry import METHODS
 
 HEAD = """# Configuration
 
 An experiment is a flat TOML file, and `--set key=value` on top of it. This page is generated from
-`xcal.config.Experiment` by `python docs/make_configuration.py`. A key that the method does not use
+`xcal.config.Experiment` and the methods' own keys by `python docs/make_configuration.py`. A key that the method does not use
 is accepted and named as unused.
 
 | key | default | what it is | used by |
@@ -20,7 +20,7 @@ is accepted and named as unused.
 
 def page() -> str:
     lines = []
-    for name, field in Experiment.model_fields.items():
+    for name, field in experiment_type().model_fields.items():
         users = [m for m, method in METHODS.items() if name in method.uses]
         used = "all" if len(users) == len(METHODS) else ", ".join(users)
         default = "–" if field.default is None else f"`{field.default}`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,17 @@ def _joined(own: type[Experiment]) -> type[Experiment]:
     kinds = [own, *(getattr(m, "parameters", Experiment) for m in METHODS.values())]
     leaves = [k for k in dict.fromkeys(kinds) if not any(k in o.__mro__[1:] for o in kinds)]
     made: type[Experiment] = create_model("Experiment", __base__=tuple(leaves))
+    copyreg.pickle(made, _pickled)
     return made
+
+
+def _pickled(experiment: Experiment) -> tuple[Any, ...]:
+    """A class that is made when it is needed is found again by its method."""
+    return _unpickled, (dict(experiment), experiment.model_fields_set)
+
+
+def _unpickled(values: dict[str, Any], given: set[str]) -> Experiment:
+    return experiment_type(values["method"]).model_construct(_fields_set=given, **values)
 
 
 def travels(kind: type[Experiment], name: str) -> bool:
@@ -50,14 +61,12 @@ KEYS = tuple(experiment_type().model_fields)
 LOCAL_KEYS = frozenset(k for k in KEYS if not travels(experiment_type(), k))
 
 
-def names_of_today(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
-    """The values under the names that keys have today; one key under both names is refused."""
-    for old, new in RENAMED.items():
-        if old in values and new in values:
-            raise UserError(
-                f"{where} has both {old!r} and {new!r}, which are one key: drop {old!r}."
-            )
-    return {RENAMED.get(key, key): value for key, value in values.items()}
+def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under the names that keys have today; of two names of one key the later counts."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found[RENAMED.get(key, key)] = value
+    return found
 
 
 def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
@@ -78,7 +87,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
 
     A preset is a layer beneath the values given here, and is resolved into plain keys.
     """
-    values = names_of_today(values, where)
+    values = names_of_today(values)
     kind = experiment_type(str(values.get("method", "")))
     known = tuple(kind.model_fields)
     for key in values:
@@ -112,14 +121,20 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError):
         raise UserError(f"The experiment file {path} cannot be read as text.") from None
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
+    for old, new in RENAMED.items():
+        if old in values and new in values:
+            raise UserError(
+                f"{path} has both {old!r} and {new!r}, which are one key: drop {old!r}."
+            )
+    return values
 
 
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
-    values = names_of_today(read_toml(path), str(path))
+    values = names_of_today(read_toml(path))
     fields = experiment_type(str(values.get("method", ""))).model_fields
     unset = {name: None for name, field in fields.items() if field.default is None}
     unset["road_test_images"] = None  # all of them, which a file cannot say otherwise
@@ -140,7 +155,7 @@ def parse_set(text: str) -> tuple[str, Any]:
 
 def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experiment, set[str]]:
     """File, then settings on top of it; also which keys were given and not defaulted."""
-    values = {} if path is None else names_of_today(read_toml(path), str(path))
+    values = {} if path is None else names_of_today(read_toml(path))
     where = "the settings" if path is None else str(path)
     make_experiment(values, where)  # so that an error in the file names the file
     for text in sets:

@@ -581,7 +581,7 @@ def shared_source(patch: Patch) -> None:
     patch.setattr(SecureNoise, "_rekey", rekey)
 
 
-def seeded_home(patch: Patch) -> None:
+def seeded_site(patch: Patch) -> None:
     def noise(self: SiteDirectory) -> Any:
         return SeededNoise(self.about.seed or 0)
 
@@ -977,7 +977,7 @@ MUTANTS = (
     Mutant(
         "seeded-site",
         "a deployed client's noise comes from a seed",
-        seeded_home,
+        seeded_site,
         (ENTROPY + "test_a_deployed_client_draws_from_its_system_whatever_a_request_says",),
     ),
     Mutant(

@@ -290,7 +290,7 @@ def test_the_local_engine_gives_every_site_a_stream_of_its_own(given: str, tmp_p
     assert len({stream[0] for stream in streams[0]}) == 3
 
 
-def test_two_runs_at_given_homes_share_no_noise(tmp_path: Path) -> None:
+def test_two_runs_at_given_sites_share_no_noise(tmp_path: Path) -> None:
     weights = []
     for copy in ("a", "b"):
         sites = [tmp_path / copy / str(client) for client in range(3)]

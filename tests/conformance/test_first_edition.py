@@ -25,7 +25,7 @@ MODELS = {  # as version 0.1.0 itself resumed them
 def old(tmp_path: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
-    for settings in tmp_path.glob("site-*/site.toml"):
+    for settings in tmp_path.glob("site-*/home.toml"):
         settings.write_text(settings.read_text().replace("@HERE@", str(tmp_path)))
     return tmp_path
 

@@ -95,7 +95,7 @@ def test_a_method_that_fails_on_the_way_says_what_was_charged_and_goes_on_when_r
     assert paid(run) == [2 * steps for steps in broken.STEPS]  # seeded: nothing was charged twice
 
 
-def test_a_home_that_a_failing_method_was_tried_on_has_its_whole_budget(
+def test_a_site_that_a_failing_method_was_tried_on_has_its_whole_budget(
     tmp_path: Path, invoke: Invoke
 ) -> None:
     """The lifetime limit has room for one run: the failed tries must not have reserved it."""

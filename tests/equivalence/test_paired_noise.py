@@ -72,7 +72,7 @@ def test_real_noise_is_never_shared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("paired", [True, False])
-def test_a_trial_s_home_follows_its_own_file(tmp_path: Path, paired: bool) -> None:
+def test_a_trial_s_site_follows_its_own_file(tmp_path: Path, paired: bool) -> None:
     experiment = make_experiment({**TINY, "method": "xcal", "paired": paired})
     site_dir = SiteDirectory.open(tiny_site(tmp_path / "site", experiment=experiment))
     noise = site_dir.noise()

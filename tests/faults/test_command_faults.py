@@ -200,7 +200,7 @@ def test_old_ledger_restored(place: Place) -> None:
     both(place, "is shorter than its head file says")
 
 
-def test_old_home_restored(place: Place) -> None:
+def test_old_site_restored(place: Place) -> None:
     """Ledger and head agree: the head that traveled with the replies tells."""
     shutil.rmtree(place.sites[0])
     shutil.copytree(place.folder / "old", place.sites[0])
@@ -233,7 +233,7 @@ def test_a_clock_that_is_a_little_behind_is_no_fault(place: Place) -> None:
     assert ForkedXcal(place.resume_words(), place.folder / "log").wait()[0] == 0
 
 
-def test_one_home_twice(place: Place) -> None:
+def test_one_site_twice(place: Place) -> None:
     link = place.folder / "link"
     link.symlink_to(place.sites[0])
     for second in (place.sites[0], link, place.sites[0] / ".." / "home0"):
@@ -242,7 +242,7 @@ def test_one_home_twice(place: Place) -> None:
         assert not place.fresh.exists()
 
 
-def test_two_clients_with_one_home(place: Place) -> None:
+def test_two_clients_with_one_site(place: Place) -> None:
     with Ledger(place.ledger):
         both(place, "is in use by another process")
 
@@ -263,7 +263,7 @@ def test_read_only_ledger(place: Place) -> None:
     both(place, str(place.ledger), as_nobody)
 
 
-def test_read_only_ledger_file_in_a_writable_home(place: Place) -> None:
+def test_read_only_ledger_file_in_a_writable_site(place: Place) -> None:
     for path in (place.folder, *place.folder.rglob("*")):
         path.chmod(0o777 if path.is_dir() else 0o666)
     place.ledger.chmod(0o444)

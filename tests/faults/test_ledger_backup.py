@@ -147,7 +147,7 @@ def test_an_order_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "h").exists()
 
 
-def test_a_home_refused_for_its_terms_leaves_nothing(
+def test_a_site_refused_for_its_terms_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--client", "a", "--epsilon", "1", "--delta", "1e-5", "--data", "smear"]

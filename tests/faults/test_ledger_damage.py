@@ -188,7 +188,7 @@ def test_older_copy_that_was_spent_from_elsewhere(path, tmp_path):
     assert_refused(path, "is not the one its head file tells of")
 
 
-def test_older_copy_of_the_whole_home(path, tmp_path):
+def test_older_copy_of_the_whole_site(path, tmp_path):
     """Ledger and head agree; only the head that traveled with the replies tells."""
     shutil.copytree(path.parent, tmp_path / "copy")
     newest = pay_some(path, range(5, 8))

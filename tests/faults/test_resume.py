@@ -168,7 +168,7 @@ def test_other_inputs_under_the_same_noise_are_refused(tmp_path: Path) -> None:
     assert len(charges(tmp_path / "run", "0")) == rows
 
 
-def test_a_home_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
+def test_a_site_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
     die("before-checkpoint", 3, tmp_path / "run", {**TINY, "method": "xcal"})
     for reply in (tmp_path / "run" / "clients").glob("0/runs/*/reply.safetensors"):
         reply.unlink()

@@ -49,7 +49,7 @@ class Post:
         return self.came_late
 
 
-def homes_in(folder: Path, experiment: Experiment, **policy: Any) -> dict[str, Path]:
+def sites_in(folder: Path, experiment: Experiment, **policy: Any) -> dict[str, Path]:
     return {n: tiny_site(folder, int(n), experiment=experiment, **policy) for n in NAMES}
 
 
@@ -72,7 +72,7 @@ def test_clients_behind_messages_give_the_local_engines_result(tmp_path: Path, m
     keys = {**KEYS, "method": method}
     expected = xcal.run(tmp_path / "local", **keys)
     experiment = make_experiment(keys)
-    post = Post(homes_in(tmp_path, experiment))
+    post = Post(sites_in(tmp_path, experiment))
     folder = start(tmp_path / "remote", experiment)
     result = run_experiment(folder, None, prepare_remote(experiment, NAMES), post)
     first, second = model_of(tmp_path / "local"), model_of(tmp_path / "remote")
@@ -88,7 +88,7 @@ def test_clients_behind_messages_give_the_local_engines_result(tmp_path: Path, m
 
 def test_who_does_not_answer_in_time_is_told_and_left_out(tmp_path: Path) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2, "round_timeout": 5.0})
-    post = Post(homes_in(tmp_path, experiment))
+    post = Post(sites_in(tmp_path, experiment))
     post.silent = {1: {"2"}}
     folder = start(tmp_path / "run", experiment)
     result = run_experiment(folder, None, prepare_remote(experiment, NAMES), post)
@@ -104,7 +104,7 @@ def test_who_does_not_answer_in_time_is_told_and_left_out(tmp_path: Path) -> Non
 def test_below_the_quorum_the_run_stops_and_resumes_without_new_charges(tmp_path: Path) -> None:
     experiment = make_experiment({**KEYS, "quorum": 3})
     whole = xcal.run(tmp_path / "local", **KEYS)
-    post = Post(homes_in(tmp_path, experiment))
+    post = Post(sites_in(tmp_path, experiment))
     post.silent = {1: {"0", "2"}}
     folder = start(tmp_path / "run", experiment)
     federation = prepare_remote(experiment, NAMES)
@@ -123,7 +123,7 @@ def test_below_the_quorum_the_run_stops_and_resumes_without_new_charges(tmp_path
 
 def test_a_refusal_is_logged_on_both_sides(tmp_path: Path) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2})
-    sites = homes_in(tmp_path, experiment)
+    sites = sites_in(tmp_path, experiment)
     path = sites["1"] / "policy.toml"
     path.write_text(path.read_text().replace("epsilon_run = 8.0", "epsilon_run = 1.0"))
     folder = start(tmp_path / "run", experiment)
@@ -137,7 +137,7 @@ def test_a_refusal_is_logged_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lie", [b"", b"nonsense", b"\xff" * 4000])
 def test_an_answer_that_is_none_spoils_nothing(tmp_path: Path, lie: bytes) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2, "rounds": 1})
-    post = Post(homes_in(tmp_path, experiment))
+    post = Post(sites_in(tmp_path, experiment))
     post.lies = {"1": lie or b"\0"}
     folder = start(tmp_path / "run", experiment)
     run_experiment(folder, None, prepare_remote(experiment, NAMES), post)
@@ -146,10 +146,10 @@ def test_an_answer_that_is_none_spoils_nothing(tmp_path: Path, lie: bytes) -> No
 
 def test_another_clients_answer_is_not_taken(tmp_path: Path) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2, "rounds": 1})
-    post = Post(homes_in(tmp_path, experiment))
+    post = Post(sites_in(tmp_path, experiment))
     folder = start(tmp_path / "first", experiment)
     run_experiment(folder, None, prepare_remote(experiment, NAMES), post)
-    again = Post(homes_in(tmp_path / "again", experiment))
+    again = Post(sites_in(tmp_path / "again", experiment))
     again.lies = {"1": post.sent[0]}
     folder = start(tmp_path / "second", experiment)
     run_experiment(folder, None, prepare_remote(experiment, NAMES), again)

@@ -157,7 +157,7 @@ def test_check_finds_a_port_in_use(coordinator: provision.Coordinator) -> None:
         assert "is in use by another process" in texts(server, "problem")
 
 
-def test_accept_makes_the_home_and_checks(
+def test_accept_makes_the_site_and_checks(
     coordinator: provision.Coordinator, tmp_path: Path, invoke: Invoke
 ) -> None:
     invited = Invitation.read(coordinator.invitation_file("two"))
@@ -208,7 +208,7 @@ def test_check_finds_a_loosened_kit(site: Party, tmp_path: Path) -> None:
         assert word in found, word
 
 
-def test_check_finds_what_is_wrong_with_a_home(site: Party, tmp_path: Path) -> None:
+def test_check_finds_what_is_wrong_with_a_site(site: Party, tmp_path: Path) -> None:
     party = copy(site, tmp_path / "homeless")
     assert "xcal site init" in texts(party, "problem")
     made = tiny_site(tmp_path / "made", epsilon_total=20.0, sigma_min=0.1)

@@ -57,7 +57,7 @@ def run(invoke: Invoke, out: Path, sites: list[Path], **keys: Any) -> tuple[int,
     return invoke("run", *words(sites=[str(h) for h in sites], **keys), "--out", str(out))
 
 
-def test_homes_that_allow_it_are_trained_and_charged(
+def test_sites_that_allow_it_are_trained_and_charged(
     invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
     code, _, err = run(invoke, tmp_path / "run", sites)
@@ -83,7 +83,7 @@ def test_homes_that_allow_it_are_trained_and_charged(
         ({"max_batch": 9}, "batch-too-large"),
     ],
 )
-def test_the_policy_of_a_home_decides_and_no_home_is_charged(
+def test_the_policy_of_a_site_decides_and_no_site_is_charged(
     invoke: Invoke, tmp_path: Path, sites: list[Path], terms: dict[str, Any], code: str
 ) -> None:
     set_policy(sites[1], **terms)
@@ -120,7 +120,7 @@ def test_a_policy_that_changes_holds_at_once(
     assert code == 0, err
 
 
-def test_a_home_with_other_data_is_not_charged_for_these(
+def test_a_site_with_other_data_is_not_charged_for_these(
     invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
     text = (sites[0] / "site.toml").read_text()
@@ -132,7 +132,7 @@ def test_a_home_with_other_data_is_not_charged_for_these(
     assert [r["code"] for r in SiteDirectory.open(sites[0]).refusals()] == ["data"]
 
 
-def test_a_home_without_one_of_its_files_is_refused(
+def test_a_site_without_one_of_its_files_is_refused(
     invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
     (sites[0] / "policy.toml").unlink()
@@ -142,7 +142,7 @@ def test_a_home_without_one_of_its_files_is_refused(
     assert [rows(site_dir) for site_dir in sites] == [1, 1]
 
 
-def test_trial_homes_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_path: Path) -> None:
+def test_trial_sites_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_path: Path) -> None:
     whole = make_experiment({**KEYS, "method": "xcal"})
     sites = [tiny_site(tmp_path / "sites", i, experiment=whole) for i in range(2)]
     assert run(invoke, tmp_path / "a", sites, noise="seeded")[0] == 0

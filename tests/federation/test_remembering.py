@@ -30,7 +30,7 @@ def _put_back(site_dir: Path, place: Path) -> None:
         shutil.copy(path, site_dir / path.name)
 
 
-def test_an_older_ledger_is_refused_by_the_home_itself(tmp_path: Path) -> None:
+def test_an_older_ledger_is_refused_by_the_site_itself(tmp_path: Path) -> None:
     """Its own head file comes with it, and a server need not say what it remembers."""
     site_dir = tiny_site(tmp_path)
     _keep(site_dir, tmp_path / "before")

@@ -323,7 +323,7 @@ def test_real_clients_have_passes_of_one_size_and_simulated_ones_need_not() -> N
 
 
 @pytest.mark.parametrize(("simulated", "rows"), [(False, 32), (True, 0)])
-def test_a_home_clips_in_passes_of_its_own_size(
+def test_a_site_clips_in_passes_of_its_own_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated: bool, rows: int
 ) -> None:
     site_dir = tiny_site(tmp_path) if simulated else real(tiny_site(tmp_path))

@@ -166,7 +166,7 @@ def test_robust_aggregation_would_void_it(rule: str) -> None:
         prepare(make_experiment({**QUICK, "method": "dp-fedavg", "aggregation": rule}))
 
 
-def test_a_home_with_a_limit_refuses_it(tmp_path: Path) -> None:
+def test_a_site_with_a_limit_refuses_it(tmp_path: Path) -> None:
     sites = []
     for client in range(3):
         site_dir = tmp_path / str(client)

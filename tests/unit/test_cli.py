@@ -154,7 +154,7 @@ def test_unused_keys_are_accepted_and_named(invoke: Invoke, tmp_path: Path) -> N
     assert result["epsilon_target"] is None
 
 
-def test_homes_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> None:
+def test_sites_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> None:
     sites = [str(tmp_path / f"site{i}") for i in range(3)]
     for i, site_dir in enumerate(sites):
         words = f"ledger create {site_dir} --population ward{i} --epsilon 12 --delta 2e-3".split()

@@ -39,7 +39,7 @@ def published(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "site"))
 
 

@@ -38,7 +38,7 @@ KEYS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
 
 
@@ -434,7 +434,7 @@ def test_per_image_it_is_named_in_statement_and_card(
 # --- sites ----------------------------------------------------------------------------------------
 
 
-def test_a_home_says_that_it_fell_back_to_images(tmp_path: Path, invoke: Invoke) -> None:
+def test_a_site_says_that_it_fell_back_to_images(tmp_path: Path, invoke: Invoke) -> None:
     ward_of = ward(tmp_path / "ward", "path,label,remark", lambda i: "-")
     assert invoke("data", "import", str(ward_of), *SMALL)[0] == 0
     init = ["--client", "a", "--population", "ward 7", "--epsilon", "20", "--delta", "1e-3"]

@@ -34,7 +34,7 @@ EACH = 6
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "xcal-site"))
 
 
@@ -437,7 +437,7 @@ def test_no_constants_of_a_hospitals_images(tmp_path: Path, hospital: dict[str, 
         with_constants(make_experiment(keys))
 
 
-def test_simulated_homes_measure_as_before(tmp_path: Path, hospital: dict[str, Any]) -> None:
+def test_simulated_sites_measure_as_before(tmp_path: Path, hospital: dict[str, Any]) -> None:
     site_dir = tmp_path / "simulated"
     create(site_dir / "ledger.sqlite", Terms("made up", "group", 30.0, 1e-2, simulated=True))
     made = prepare(make_experiment({**hospital, "sites": [str(site_dir)]}))

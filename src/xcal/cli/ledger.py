@@ -39,7 +39,7 @@ def create_command(
     from xcal.dp.ledger import ledger as ledgers
     from xcal.dp.ledger.rows import Terms
     from xcal.federation.files import own_folder
-    from xcal.federation.site_directory import ONE_LEDGER, homes_of_the_same
+    from xcal.federation.site_directory import ONE_LEDGER, sites_of_the_same
 
     check_target(epsilon, delta)
     path = site_dir / "ledger.sqlite"
@@ -55,7 +55,7 @@ def create_command(
     typer.echo(
         f"Keep it and {path.with_suffix('.head').name} safe: a lost ledger cannot be replaced."
     )
-    for line in (ONE_LEDGER, *homes_of_the_same(site_dir, population, None)):
+    for line in (ONE_LEDGER, *sites_of_the_same(site_dir, population, None)):
         typer.echo(line)
 
 

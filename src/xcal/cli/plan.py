@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EXPLAINED = {
     "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
     "units": "declared number of units n at one client",
-    "expected_batch_size": "expected batch size B",
+    "batch": "expected batch size B",
     "rounds": "rounds the client takes part in",
     "steps": "planned steps K over all rounds",
     "sample_rate": "Poisson rate B/n",
@@ -59,7 +59,9 @@ def plan_command(
     unit: str | None = typer.Option(
         None, help="What a unit is: record (assumed if not given), or group."
     ),
-    batch: int = typer.Option(32, help="Expected batch B."),
+    batch: int = typer.Option(
+        32, "--expected-batch-size", "--batch", help="Expected batch size B."
+    ),
     rounds: int = typer.Option(30, help="Rounds T."),
     local_epochs: int = typer.Option(1, help="Local epochs E."),
     kappa: float | None = typer.Option(None, help="xcal: price of the signal."),

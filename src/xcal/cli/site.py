@@ -109,7 +109,7 @@ def make_site(
         SiteDirectory,
         SiteTable,
         create_site,
-        homes_of_the_same,
+        sites_of_the_same,
     )
 
     check_target(epsilon, delta)
@@ -158,7 +158,7 @@ def make_site(
         " a lost ledger cannot be replaced."
     )
     if seed is None:
-        for line in (ONE_LEDGER, *homes_of_the_same(site_dir, population, data)):
+        for line in (ONE_LEDGER, *sites_of_the_same(site_dir, population, data)):
             typer.echo(line)
     if not checked_data:
         typer.echo(f"The data are not here yet: run `xcal site check {site_dir}` once they are.")

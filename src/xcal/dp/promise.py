@@ -103,11 +103,16 @@ def promise_text(promise: Promise) -> str:
         "timing, and what the machine's operator, its memory or its files give away",
         "the choice of hyper-parameters by looking at several trainings",
     ]
-    lines = [textwrap.fill(text, 92) + "\n" for text in paragraphs]
+    lines = [
+        textwrap.fill(text, 92, break_on_hyphens=False, break_long_words=False) + "\n"
+        for text in paragraphs
+    ]
     for title, items in (("Assumed:", assumed), ("Not protected:", open_)):
         lines.append(title)
         lines += [
-            textwrap.fill(item, 92, initial_indent="  - ", subsequent_indent="    ")
+            textwrap.fill(
+                item, 92, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
+            )
             for item in items
         ]
         lines.append("")

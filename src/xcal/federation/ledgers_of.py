@@ -9,7 +9,7 @@ from xcal.errors import UserError
 from xcal.experiments import read_toml
 
 
-def no_such_home(site_dir: str, *, begun: bool) -> UserError:
+def no_such_site(site_dir: str, *, begun: bool) -> UserError:
     """A site named by a run is not there; most often the path is relative to another folder."""
     if Path(site_dir).is_absolute():
         return UserError(
@@ -46,7 +46,7 @@ def find_ledgers(path: Path) -> Iterator[Path]:
     )
     for site_dir in _homes_of(path):
         if not Path(site_dir).is_dir():
-            raise no_such_home(site_dir, begun=True)
+            raise no_such_site(site_dir, begun=True)
         found.append(Path(site_dir) / "ledger.sqlite")
     if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
         found.append(path / "server" / "ledger.sqlite")

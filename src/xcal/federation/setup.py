@@ -20,7 +20,7 @@ from xcal.dp.ledger.rows import read_rows, terms_of
 from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
-from xcal.federation.ledgers_of import no_such_home
+from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_network, unmeasured
@@ -280,7 +280,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         )
     for site_dir in experiment.sites or ():
         if not Path(site_dir).is_dir():
-            raise no_such_home(site_dir, begun=not new)
+            raise no_such_site(site_dir, begun=not new)
     experiment, data, parts = load_parts(experiment)
     shared_groups = data.shared_groups  # also where no such image may be measured
     if new:  # one that began before this was asked goes on
@@ -318,7 +318,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             if experiment.expected_batch_size > units:
                 raise UserError(
                     f"expected_batch_size ({experiment.expected_batch_size}) exceeds the {units}"
-                    f" units of client {client}: choose a smaller batch, fewer clients or more data."
+                    f" units of client {client}: choose a smaller one, fewer clients or more data."
                 )
             plans.append(checked_plan(method, experiment, units, own) if own else None)
     if getattr(method, "needs_validation", False) and not (

@@ -382,7 +382,7 @@ ONE_LEDGER = (
 )
 
 
-def homes_of_the_same(site_dir: Path, population: str, data: str | None) -> list[str]:
+def sites_of_the_same(site_dir: Path, population: str, data: str | None) -> list[str]:
     """Real sites beside this one that name its population or its data set, a sentence each."""
     found = []
     for other in sorted(site_dir.resolve().parent.iterdir()):

@@ -25,7 +25,7 @@ def words(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_a_home_is_made_checked_and_shown(invoke: Invoke, words: list[str]) -> None:
+def test_a_site_is_made_checked_and_shown(invoke: Invoke, words: list[str]) -> None:
     site_dir = Path(words[2])
     code, out, _ = invoke(*words)
     assert code == 0
@@ -87,7 +87,7 @@ def test_bad_options_are_one_sentence(
     assert not Path(words[2]).exists()
 
 
-def test_no_home_is_one_sentence(invoke: Invoke, tmp_path: Path) -> None:
+def test_no_site_is_one_sentence(invoke: Invoke, tmp_path: Path) -> None:
     for command in ("show", "check"):
         code, _, err = invoke("site", command, str(tmp_path / "none"))
         assert code == 2

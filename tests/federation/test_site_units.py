@@ -76,7 +76,7 @@ def test_a_declaration_below_the_count_is_refused_before_any_charge(
     assert f"units = {REAL - 1}" in err
 
 
-def test_a_home_without_a_declaration_trains_as_before(tmp_path: Path) -> None:
+def test_a_site_without_a_declaration_trains_as_before(tmp_path: Path) -> None:
     """To the bit: as one that declares what it has, as the local engine, and it says zero-out."""
     counted, declared = tiny_site(tmp_path / "a"), declare(tiny_site(tmp_path / "b"), REAL)
     one, two = (reply_of(site_dir).answer for site_dir in (counted, declared))
@@ -86,7 +86,7 @@ def test_a_home_without_a_declaration_trains_as_before(tmp_path: Path) -> None:
     assert (one.report.add_remove, two.report.add_remove) == (False, False)
 
 
-def own_home(path: Path, client: str, units: int | None) -> Path:
+def own_site(path: Path, client: str, units: int | None) -> Path:
     """A site whose images are its own, and nobody deals them out."""
     about = SiteTable(
         client=client,
@@ -112,7 +112,7 @@ def own_home(path: Path, client: str, units: int | None) -> Path:
 def test_of_its_own_images_a_declared_number_covers_coming_and_going(
     tmp_path: Path, units: int | None
 ) -> None:
-    report = reply_of(own_home(tmp_path, "0", units)).answer.report
+    report = reply_of(own_site(tmp_path, "0", units)).answer.report
     assert (report.units, report.add_remove) == (units or 150, units is not None)
 
 
@@ -133,7 +133,7 @@ def test_a_declaration_that_is_no_number_is_one_sentence(invoke: Invoke, tmp_pat
     assert "units" in err and len(err.strip().splitlines()) == 1
 
 
-def test_homes_given_by_path_declare_for_the_local_engine(invoke: Invoke, tmp_path: Path) -> None:
+def test_sites_given_by_path_declare_for_the_local_engine(invoke: Invoke, tmp_path: Path) -> None:
     keys = {**TINY, "method": "fl-dp", "noise": "seeded"}
     sites = [
         tiny_site(tmp_path / "h", client, experiment=make_experiment(keys)) for client in (0, 1, 2)
@@ -188,7 +188,7 @@ def test_clients_elsewhere_say_which_neighbors_hold(tmp_path: Path) -> None:
     keys = {**TINY, "method": "fl-dp", "rounds": 2, "road_images": 0, "road_test_images": 0}
     experiment = make_experiment(keys)
     sites = {str(c): tiny_site(tmp_path / "h", c, experiment=experiment) for c in (0, 1, 2)}
-    sites["2"] = own_home(tmp_path / "own", "2", 200)
+    sites["2"] = own_site(tmp_path / "own", "2", 200)
     folder = RunFolder.create(tmp_path / "run", experiment, sorted(keys))
     federation = prepare_remote(experiment, tuple(sites))
     result = run_experiment(folder, None, federation, Post(sites))

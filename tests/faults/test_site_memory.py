@@ -84,7 +84,7 @@ def test_an_older_ledger_put_back_is_refused_and_told_beforehand(site_dir: Path)
     assert "older than what this site remembers" in problems(site_dir)[0]
 
 
-def test_a_home_of_before_keeps_what_it_remembers(site_dir: Path) -> None:
+def test_a_site_of_before_keeps_what_it_remembers(site_dir: Path) -> None:
     """Where the newest head was kept before, it is still found."""
     assert code(ask(site_dir, a_request())) == "answered"
     (site_dir / "answered.json").rename(site_dir / "runs" / "ledger.seen")

@@ -57,7 +57,7 @@ def allow(site_dir: Path, **terms: Any) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def set_home(site_dir: Path, **keys: Any) -> None:
+def set_site(site_dir: Path, **keys: Any) -> None:
     path = site_dir / "site.toml"
     lines = [
         line
@@ -110,7 +110,7 @@ def make(invoke: Invoke, folder: Path, *, bare: bool) -> list[Path]:
 # --- which patients a site has --------------------------------------------------------------------
 
 
-def test_homes_that_would_share_patients_are_refused(
+def test_sites_that_would_share_patients_are_refused(
     invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
     code, _, err = run(invoke, tmp_path / "run", sites, units_per_client=100)
@@ -157,7 +157,7 @@ def test_another_seed_moves_nobody_to_another_ledger(
     assert run(invoke, tmp_path / "second", sites, lr=0.1, epsilon=4.0, concentration=0.9)[0] == 0
 
 
-def test_homes_that_change_places_or_join_are_refused(
+def test_sites_that_change_places_or_join_are_refused(
     invoke: Invoke, tmp_path: Path, bare: list[Path]
 ) -> None:
     assert run(invoke, tmp_path / "first", bare)[0] == 0
@@ -169,7 +169,7 @@ def test_homes_that_change_places_or_join_are_refused(
     assert "clients = 2" in err
 
 
-def test_a_home_that_had_all_does_not_share_later(
+def test_a_site_that_had_all_does_not_share_later(
     invoke: Invoke, tmp_path: Path, whole: list[Path]
 ) -> None:
     """And one that holds all there is may see it grow: nobody's spending moves elsewhere."""
@@ -195,7 +195,7 @@ def test_data_that_changed_under_the_same_name_deal_anew(
     assert "support:tiny" in err and "changed" in err
 
 
-def test_a_home_from_before_takes_the_deal_of_its_next_run(
+def test_a_site_from_before_takes_the_deal_of_its_next_run(
     invoke: Invoke, tmp_path: Path, bare: list[Path]
 ) -> None:
     assert run(invoke, tmp_path / "first", bare)[0] == 0
@@ -250,7 +250,7 @@ def test_passes_as_large_as_the_draw_are_refused(
 
 def test_an_owner_may_allow_them(invoke: Invoke, tmp_path: Path, whole: list[Path]) -> None:
     for site_dir in whole:
-        set_home(site_dir, pass_rows=0)
+        set_site(site_dir, pass_rows=0)
     assert run(invoke, tmp_path / "run", whole, pass_rows=0)[0] == 0
 
 
@@ -329,7 +329,7 @@ def test_an_order_without_its_rule_is_refused(invoke: Invoke, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("command", ["verify", "show", "analyse"])
-def test_ledgers_of_a_run_with_homes_are_found(
+def test_ledgers_of_a_run_with_sites_are_found(
     invoke: Invoke, tmp_path: Path, bare: list[Path], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -346,7 +346,7 @@ def test_ledgers_of_a_run_with_homes_are_found(
     assert "ward-1" in err and "relative" in err and "ledger create" not in err
 
 
-def test_a_run_is_resumed_from_where_its_homes_are(
+def test_a_run_is_resumed_from_where_its_sites_are(
     invoke: Invoke, tmp_path: Path, bare: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xcal.federation import coordinator
@@ -373,7 +373,7 @@ def test_a_run_is_resumed_from_where_its_homes_are(
     assert code == 0, err
 
 
-def test_a_new_run_with_a_home_that_is_not_there_makes_none(
+def test_a_new_run_with_a_site_that_is_not_there_makes_none(
     invoke: Invoke, tmp_path: Path, bare: list[Path]
 ) -> None:
     code, _, err = run(invoke, tmp_path / "run", [bare[0], tmp_path / "nowhere"])
@@ -466,13 +466,13 @@ def test_a_ledger_per_person_and_images_of_nobody(
 # --- what a site writes down ----------------------------------------------------------------------
 
 
-def test_a_refusal_before_the_home_is_entered_is_written_down_there(
+def test_a_refusal_before_the_site_is_entered_is_written_down_there(
     invoke: Invoke, tmp_path: Path, whole: list[Path]
 ) -> None:
-    set_home(whole[1], units=20)
+    set_site(whole[1], units=20)
     assert run(invoke, tmp_path / "run", whole)[0] == 2
     assert [r["code"] for r in told(whole[1])] == ["site"]
-    set_home(whole[1], units=90)
+    set_site(whole[1], units=90)
     assert run(invoke, tmp_path / "run", whole, batch=88)[0] == 2  # ward-1 has 75
     assert [r["code"] for r in told(whole[0])] == ["plan-refused"]
     (whole[1] / "policy.toml").rename(whole[1] / "away")
@@ -485,14 +485,14 @@ def test_a_refusal_before_the_home_is_entered_is_written_down_there(
 # --- units that a site declares -------------------------------------------------------------------
 
 
-def test_check_holds_a_home_to_its_part(invoke: Invoke, tmp_path: Path, whole: list[Path]) -> None:
+def test_check_holds_a_site_to_its_part(invoke: Invoke, tmp_path: Path, whole: list[Path]) -> None:
     for site_dir in whole:
-        set_home(site_dir, units=80)
+        set_site(site_dir, units=80)
     assert run(invoke, tmp_path / "run", whole)[0] == 0
     code, out, err = invoke("site", "check", str(whole[0]))
     assert code == 0, err
     assert "partition 0 of 2" in out and "up to 80 units" in " ".join(out.split())
-    set_home(whole[0], units=60)
+    set_site(whole[0], units=60)
     code, _, err = invoke("site", "check", str(whole[0]))
     assert code == 1
     assert "units = 60" in err and "hold 75" in err
@@ -514,7 +514,7 @@ def init(invoke: Invoke, site_dir: Path, *args: str) -> tuple[int, str, str]:
         (["--experiment", "TRIAL", "--unit", "group"], "unit"),
     ],
 )
-def test_a_home_that_cannot_work_is_not_made(
+def test_a_site_that_cannot_work_is_not_made(
     invoke: Invoke,
     tmp_path: Path,
     args: list[str],
@@ -531,7 +531,7 @@ def test_a_home_that_cannot_work_is_not_made(
     assert not (tmp_path / "site").exists()
 
 
-def test_a_home_before_its_images_is_made_unchecked_and_says_so(
+def test_a_site_before_its_images_is_made_unchecked_and_says_so(
     invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "images"))
@@ -546,7 +546,7 @@ def test_a_home_before_its_images_is_made_unchecked_and_says_so(
 # --- whose folders --------------------------------------------------------------------------------
 
 
-def test_nobody_else_reads_a_home(sites: list[Path]) -> None:
+def test_nobody_else_reads_a_site(sites: list[Path]) -> None:
     assert [site_dir.stat().st_mode & 0o777 for site_dir in sites] == [0o700, 0o700]
 
 
