@@ -35,7 +35,8 @@ def plan(*, units: int, **keys: Any) -> Plan:
     (ε, δ)-DP for one unit. Raises `xcal.errors.UserError` for impossible targets.
 
     >>> xcal = __import__("xcal")
-    >>> p = xcal.plan(method="fl-dp", epsilon=0.5, delta=1e-5, units=3332, expected_batch_size=32, rounds=30)
+    >>> target = {"epsilon": 0.5, "delta": 1e-5}
+    >>> p = xcal.plan(method="fl-dp", **target, units=3332, expected_batch_size=32, rounds=30)
     >>> p.steps, round(p.sigma_ref, 2)
     (3150, 3.89)
     """
