@@ -1,6 +1,6 @@
 """Noise multipliers and plans against printed values.
 
-Setting of docs/method.md §3: Blood Cells, three clients, n = 3,332 units each, expected batch B = 32,
+Setting of method.md §3: Blood Cells, three clients, n = 3,332 units each, expected batch B = 32,
 30 rounds of one epoch, δ = 1e-5, Rényi accounting.
 """
 
@@ -30,7 +30,7 @@ def published(epsilon: float) -> Plan:
 
 @pytest.mark.parametrize(
     ("epsilon", "lowest", "highest", "order"),
-    # docs/method.md §3, table, second column: static σ and its best order.
+    # method.md §3, table, second column: static σ and its best order.
     [
         (0.05, 34.7, 35.0, 225),
         (0.5, 4.23, 4.23, 32),
@@ -46,7 +46,7 @@ def test_static_multiplier(epsilon, lowest, highest, order):
 
 @pytest.mark.parametrize(
     ("epsilon", "sigma_ref", "price", "sigma_signal"),
-    # docs/method.md §3, table, third and fourth columns: the published split of ε and δ, ρ = 0.1.
+    # method.md §3, table, third and fourth columns: the published split of ε and δ, ρ = 0.1.
     [
         (0.05, 40.4, 0.16, 300.0),
         (0.5, 4.83, 0.14, 36.6),
@@ -67,7 +67,7 @@ def test_published_multipliers(epsilon, sigma_ref, price, sigma_signal):
 
 @pytest.mark.parametrize(
     ("epsilon", "joint"),
-    # docs/method.md §3 (b): what the published calibration really costs when gradient and signal come
+    # method.md §3 (b): what the published calibration really costs when gradient and signal come
     # from one batch. At 50 the published guarantee fails.
     [(0.5, 0.435), (5.0, 4.54), (50.0, 64.0)],
 )
@@ -80,7 +80,7 @@ def test_joint_epsilon_of_the_published_calibration(epsilon, joint):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("epsilon", "lowest", "highest"),
-    # docs/method.md §3 (b), by privacy-loss distributions: 0.40, 4.1, 55–57 (printed to two digits).
+    # method.md §3 (b), by privacy-loss distributions: 0.40, 4.1, 55–57 (printed to two digits).
     [(0.5, 0.39, 0.405), (5.0, 4.05, 4.15), (50.0, 55.0, 57.0)],
 )
 def test_joint_epsilon_of_the_published_calibration_by_pld(epsilon, lowest, highest):
@@ -91,7 +91,7 @@ def test_joint_epsilon_of_the_published_calibration_by_pld(epsilon, lowest, high
 
 @pytest.mark.parametrize(
     ("epsilon", "steps_worth"),
-    # docs/method.md §3 (e): one step at 0.8 of the static σ costs this many steps at the static σ.
+    # method.md §3 (e): one step at 0.8 of the static σ costs this many steps at the static σ.
     [(0.5, 1.6), (5.0, 14.0), (50.0, 5.0)],
 )
 def test_a_band_in_sigma_is_lopsided_in_cost(epsilon, steps_worth):
@@ -103,19 +103,19 @@ def test_a_band_in_sigma_is_lopsided_in_cost(epsilon, steps_worth):
 
 
 def test_cost_of_a_run_at_another_order():
-    # docs/method.md §4.7: a run planned for ε = 5 costs Σρ = 55,530 at α = 32.
+    # method.md §4.7: a run planned for ε = 5 costs Σρ = 55,530 at α = 32.
     static = calibrate(5.0, DELTA, RATE, STEPS)
     assert STEPS * step_cost(RATE, static.sigma, 32.0) == pytest.approx(55_530, rel=1e-3)
 
 
 def test_epsilon_of_a_thousand_steps():
-    # docs/method.md §4, "more golden values": q = 0.02, σ = 1, 1,000 steps, δ = 1e-5.
+    # method.md §4, "more golden values": q = 0.02, σ = 1, 1,000 steps, δ = 1e-5.
     assert epsilon_rdp(0.02, 1.0, 1000, DELTA) == pytest.approx(4.324, rel=1e-3)
     assert epsilon_pld(0.02, 1.0, 1000, DELTA) == pytest.approx(3.90, abs=0.005)
 
 
 def test_one_shared_draw_costs_more_than_two():
-    # docs/method.md §3 (b): q = 0.01, σ_s = σ_g = 1, 1,000 steps.
+    # method.md §3 (b): q = 0.01, σ_s = σ_g = 1, 1,000 steps.
     assert epsilon_rdp(0.01, joint_sigma(1.0, 1.0), 1000, DELTA) == pytest.approx(5.26, rel=1e-3)
     assert epsilon_rdp(0.01, 1.0, 2000, DELTA) == pytest.approx(2.87, rel=2e-3)
 
@@ -129,7 +129,7 @@ def test_plan_of_our_method():
     assert plan.sigma_static == pytest.approx(4.23, rel=EXACT)
     assert plan.sigma_ref == pytest.approx(4.31, rel=EXACT)
     assert plan.sigma_min < plan.sigma_ref < plan.sigma_max
-    # docs/method.md §4.2: κ = 5 prices the signal at 2 % of noise, and its mean then has noise 0.34.
+    # method.md §4.2: κ = 5 prices the signal at 2 % of noise, and its mean then has noise 0.34.
     assert plan.signal_price == pytest.approx(0.02, abs=0.0005)
     assert plan.sigma_signal / BATCH == pytest.approx(0.34, abs=0.005)
 

@@ -1,4 +1,4 @@
-"""What a record-level guarantee is worth to a person with several images (docs/method.md §5)."""
+"""What a record-level guarantee is worth to a person with several images (method.md §5)."""
 
 from __future__ import annotations
 

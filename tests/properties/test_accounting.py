@@ -108,7 +108,7 @@ def test_budget_and_epsilon_are_inverse(order, epsilon, delta):
 
 
 def test_epsilon_of_nothing_is_the_library_s_or_less_generous():
-    # The conversion of docs/method.md §4.4 is dp-accounting's, without its shortcuts.
+    # The conversion of method.md §4.4 is dp-accounting's, without its shortcuts.
     accountant = rdp.RdpAccountant(
         [2.0, 4.5, 8, 32], dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     )
@@ -198,7 +198,7 @@ def test_joint_release_costs_one_gaussian_step_of_the_joint_multiplier(rate, sig
 
 
 def test_a_fractional_order_is_a_bound_a_few_per_cent_high():
-    # docs/method.md §4.4: up to 4 % near order 1.5, where ε = 50 is planned.
+    # method.md §4.4: up to 4 % near order 1.5, where ε = 50 is planned.
     rate, sigma, sigma_signal = 32 / 3332, 0.417, 1.04
     pair = Pair(rate, sigma, sigma_signal, reach=6.0)
     cost = step_cost(rate, joint_sigma(sigma, sigma_signal / 0.5), 1.46)

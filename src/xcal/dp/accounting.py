@@ -218,7 +218,7 @@ def _integrated_cost(rate: float, sigma: float, order: float) -> float:
 
 
 def budget_at(order: float, epsilon: float, delta: float) -> float:
-    """The largest total cost at `order` that still converts to (ε, δ): R of docs/method.md §4.4.
+    """The largest total cost at `order` that still converts to (ε, δ): R of method.md §4.4.
 
     R = ε − ln((α−1)/α) + (ln δ + ln α)/(α−1).
     """

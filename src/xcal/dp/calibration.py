@@ -484,7 +484,7 @@ def plan_xcal(
 def plan_paper(shape: PlanShape, *, rho: float, band: float) -> Plan:
     """The published split: σ_ref for ((1−ρ)ε, δ/2), σ_s for (ρε, δ/2), each over all K steps.
 
-    The order and budget are those of the guarantee proved for a shared batch (docs/method.md §3), the best
+    The order and budget are those of the guarantee proved for a shared batch (method.md §3), the best
     order for K joint releases at the published σ_ref and σ_s.
     """
     require(0 <= rho < 1, f"rho must lie in [0, 1), not {rho}: the paper uses 0.1.")

@@ -72,7 +72,7 @@ class XcalParameters(SignalParameters, ChannelParameters, QuantileParameters):
 
 @dataclass(frozen=True)
 class XcalRule:
-    """Public constants of our method (docs/method.md §4)."""
+    """Public constants of our method (method.md §4)."""
 
     plan: Plan
     signal: SignalSettings
@@ -156,7 +156,7 @@ def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
 def next_effective_sigma(
     state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
 ) -> tuple[float, float]:
-    """The next step's σ_eff and its cost, from releases and public constants only (docs/method.md §4.5)."""
+    """The next step's σ_eff and its cost, from releases and public constants only (method.md §4.5)."""
     left = rule.plan.budget - spent
     scheduled = rule.source in SCHEDULES
     factor = scheduled_factor(rule, steps_left) if scheduled else share_factor(state, rule)

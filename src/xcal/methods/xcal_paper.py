@@ -80,7 +80,7 @@ class Band:
     """The public grid of multipliers [σ_min, σ_max] with what each costs by both accountings."""
 
     sigmas: NDArray[np.float64]
-    joint: CostTable  # one release of signal and gradient at the plan's order, docs/method.md §3
+    joint: CostTable  # one release of signal and gradient at the plan's order, method.md §3
     paper_costs: NDArray[np.float64]  # gradient alone, (σ, order)
 
     def at_least(self, sigma: float) -> int:
