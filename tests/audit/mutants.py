@@ -27,8 +27,8 @@ import xcal.federation.local
 import xcal.federation.site_directory
 import xcal.methods.adap_dpfl
 import xcal.methods.adaptive_clip
+import xcal.methods.client_data
 import xcal.methods.dp_fedavg
-import xcal.methods.feature_cache
 import xcal.methods.steps
 import xcal.methods.xcal
 from xcal.dp.account import Account
@@ -41,9 +41,8 @@ from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.agp_dp import ProtectedChannels
-from xcal.methods.client_data import LocalData
+from xcal.methods.client_data import Inputs, LocalData
 from xcal.methods.context import Optimizer, StepAverage, StepContext
-from xcal.methods.feature_cache import Inputs
 from xcal.methods.xcal import XcalRule
 
 Patch = pytest.MonkeyPatch

@@ -25,8 +25,7 @@ from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
 from xcal.federation.files import read_tensors
 from xcal.methods.adaptive_clip import ClipState, QuantileRule, quantile_step
-from xcal.methods.agp_dp import AGP_DP, ChannelRule, released_importance
-from xcal.methods.cam_layer import cam_layer_of
+from xcal.methods.agp_dp import AGP_DP, ChannelRule, cam_layer_of, released_importance
 from xcal.methods.context import Optimizer, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for

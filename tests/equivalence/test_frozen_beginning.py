@@ -19,8 +19,7 @@ from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
-from xcal.methods.signal_step import _forward
-from xcal.methods.steps import clipped_sum
+from xcal.methods.steps import _forward, clipped_sum
 from xcal.models.backbone import split_backbone
 from xcal.models.registry import build_network
 

@@ -21,7 +21,7 @@ from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.explain.gradcam import channel_weights
 from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
-from xcal.methods.cam_layer import cam_layer_of, most_important, require_trained
+from xcal.methods.agp_dp import cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext
 from xcal.methods.steps import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0

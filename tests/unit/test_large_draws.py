@@ -9,7 +9,7 @@ from torch import Tensor
 
 import xcal
 from support import TINY
-from xcal.methods.feature_cache import Rows
+from xcal.methods.client_data import Rows
 
 
 @pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper", "fl", "adaptive-clip"])

@@ -251,6 +251,21 @@ def epsilon_rdp(rate: float, sigma: float, steps: int, delta: float) -> float:
     return best_epsilon(ORDERS, steps * cost_profile(rate, sigma), delta)[0]
 
 
+SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
+COUNT_SENSITIVITY = 0.5  # Σ(1[norm ≤ C] − ½): likewise
+
+
+def joint_factor(kappa: float | None = None, kappa_b: float | None = None) -> float:
+    """σ_t/σ_eff of a step that also releases a signal priced by κ or a count priced by κ_b.
+
+    With σ_s = κ·Δ_u·σ_t and σ_b = κ_b·σ_t, 1/σ_eff² = 1/σ_t² + Δ_u²/σ_s² + 1/(2σ_b)² gives
+    √(1 + 1/κ² + 1/(2κ_b)²). None: not released.
+    """
+    signal = 0.0 if kappa is None else 1 / kappa**2
+    count = 0.0 if kappa_b is None else (COUNT_SENSITIVITY / kappa_b) ** 2
+    return math.sqrt(1 + signal + count)
+
+
 def joint_sigma(*multipliers: float) -> float:
     """The one multiplier equivalent to several releases of one and the same batch.
 
@@ -310,3 +325,12 @@ def geometric_table(rate: float, order: float, low: float, high: float, ratio: f
     """A cost table over a geometric grid; cached, since equal clients share it."""
     points = math.ceil(math.log(high / low) / math.log(ratio)) + 1
     return CostTable.build(rate, order, low * ratio ** np.arange(points, dtype=np.float64))
+
+
+GRID_RATIO = 1.002  # neighboring multipliers of the public grid differ by 0.2 %
+GRID_REACH = 100.0  # the grid ends at 100 × the static σ
+
+
+def multiplier_table(rate: float, order: float, sigma_static: float) -> CostTable:
+    """The public grid of effective multipliers around the static one, and their costs."""
+    return geometric_table(rate, order, sigma_static / 8, sigma_static * GRID_REACH, GRID_RATIO)

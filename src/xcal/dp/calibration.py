@@ -12,22 +12,20 @@ from scipy import special
 
 from xcal.dp.accounting import (
     ORDERS,
+    SCORE_SENSITIVITY,
     CostTable,
     best_epsilon,
     budget_at,
     cost_profile,
     epsilon_at,
-    geometric_table,
+    joint_factor,
     joint_sigma,
+    multiplier_table,
     step_cost,
 )
 from xcal.dp.pld import ADD, DIRECTIONS, REMOVE, SIGMA_SLACK, Direction, delta_bound
 from xcal.errors import UserError
 
-SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½
-COUNT_SENSITIVITY = 0.5  # Σ(1[norm ≤ C] − ½): likewise
-GRID_RATIO = 1.002  # neighboring multipliers of the public grid differ by 0.2 %
-GRID_REACH = 100.0  # the grid ends at 100 × the static σ
 SUM_SLACK = 1e-9  # share of the budget kept free for the upward rounding of K additions
 MAX_SIGMA = 1e5
 # A fixed plan is made for 99 % of δ; its odometer has the rest. Then the smaller of the two may be
@@ -117,13 +115,7 @@ class Plan:
 
     def table(self) -> CostTable:
         """The public grid of effective multipliers and their costs at this plan's order."""
-        return geometric_table(
-            self.sample_rate,
-            self.order,
-            self.sigma_static / 8,
-            self.sigma_static * GRID_REACH,
-            GRID_RATIO,
-        )
+        return multiplier_table(self.sample_rate, self.order, self.sigma_static)
 
     def odometer(self, spent: float) -> float:
         """ε spent so far: 0 before the first step, never above the target.
@@ -417,17 +409,6 @@ def _constant(shape: PlanShape, method: str, static: Calibration) -> Plan:
     )
 
 
-def joint_factor(kappa: float | None = None, kappa_b: float | None = None) -> float:
-    """σ_t/σ_eff of a step that also releases a signal priced by κ or a count priced by κ_b.
-
-    With σ_s = κ·Δ_u·σ_t and σ_b = κ_b·σ_t, 1/σ_eff² = 1/σ_t² + Δ_u²/σ_s² + 1/(2σ_b)² gives
-    √(1 + 1/κ² + 1/(2κ_b)²). None: not released.
-    """
-    signal = 0.0 if kappa is None else 1 / kappa**2
-    count = 0.0 if kappa_b is None else (COUNT_SENSITIVITY / kappa_b) ** 2
-    return math.sqrt(1 + signal + count)
-
-
 def signal_factor(kappa: float) -> float:
     """σ_t/σ_eff of a step that carries a signal priced by κ and nothing else."""
     return joint_factor(kappa)
@@ -484,8 +465,8 @@ def plan_xcal(
 def plan_paper(shape: PlanShape, *, rho: float, band: float) -> Plan:
     """The published split: σ_ref for ((1−ρ)ε, δ/2), σ_s for (ρε, δ/2), each over all K steps.
 
-    The order and budget are those of the guarantee proved for a shared batch (method.md §3), the best
-    order for K joint releases at the published σ_ref and σ_s.
+    The order and budget are those of the guarantee proved for a shared batch (method.md §3), the
+    best order for K joint releases at the published σ_ref and σ_s.
     """
     require(0 <= rho < 1, f"rho must lie in [0, 1), not {rho}: the paper uses 0.1.")
     require(0 <= band <= 1, f"band must lie in [0, 1], not {band}: the paper uses 0.2.")

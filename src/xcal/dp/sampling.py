@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Unit = Literal["record", "group"]
 
@@ -119,3 +121,15 @@ def cap_groups(
     table = UnitTable.groups(group_ids)
     chosen, _ = images_of(np.arange(table.n_units), table, cap, rng.random(len(group_ids)))
     return np.sort(chosen)
+
+
+def filled_up(values: Tensor, rows: int) -> Tensor:
+    """Exactly `rows` of them, in memory of their own: copies of the first stand behind the others.
+
+    A copy is finite where the first is, so that nothing times it is nothing. In new memory also
+    where none is missing: how numbers are rounded may depend on where they lie. With 0 `rows` they
+    stay as they are.
+    """
+    if not rows:
+        return values
+    return torch.cat([values, values[:1].expand(rows - len(values), *values.shape[1:])])

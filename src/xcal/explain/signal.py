@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xcal.dp.padding import filled_up
+from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
 from xcal.explain.inference import undisturbed
@@ -45,6 +46,12 @@ class SignalSettings:
     gamma: float = 1.0
     fill: Fill = "imagenet"
     positive_only: bool = True
+
+    @staticmethod
+    def of(keys: Any, *, positive_only: bool) -> SignalSettings:
+        """From an experiment's keys of the same names."""
+        names = ("q", "alpha", "beta", "gamma", "fill")
+        return SignalSettings(**{n: getattr(keys, n) for n in names}, positive_only=positive_only)
 
     def __post_init__(self) -> None:
         if not 0 < self.q <= 1:

@@ -20,7 +20,7 @@ from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.interval import mean_interval
 from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
-from xcal.methods.feature_cache import Inputs
+from xcal.methods.client_data import Inputs
 from xcal.metrics.classification import classification_metrics, macro_f1
 from xcal.models.backbone import split_backbone
 

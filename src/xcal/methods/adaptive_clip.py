@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from xcal.config import Experiment, Positive, key
-from xcal.dp.calibration import COUNT_SENSITIVITY, Plan, plan_fixed
+from xcal.dp.accounting import COUNT_SENSITIVITY
+from xcal.dp.calibration import Plan, plan_fixed
 from xcal.dp.clipping import Bound, ClippedSum
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.errors import UserError
 from xcal.methods.base import LocalMethod, Method, QuantileParameters, shape_of
-from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.dp_fedavg import (
     RawUpdates,
@@ -33,7 +32,7 @@ from xcal.methods.dp_fedavg import (
     client_level_shape,
     private_mean,
 )
-from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
+from xcal.methods.steps import clipped_sum, contributing_units, gradient_release, release_gradient
 
 # C stays a number that float32 can work with, whatever a long run of noise does to it.
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6
@@ -87,13 +86,6 @@ class ClipState:
 
 def count_release(sigma_count: float) -> Release:
     return Release("count", sigma_count, COUNT_SENSITIVITY)
-
-
-def contributing_units(sums: ClippedSum, batch: Batch) -> NDArray[np.bool_]:
-    """Per drawn unit, whether it has an image and everything about it was finite."""
-    present = torch.bincount(batch.units, minlength=batch.n_units) > 0
-    mask: NDArray[np.bool_] = (present & ~sums.dropped).cpu().numpy()
-    return mask
 
 
 def centered_count(norms: NDArray[np.float64], clip: float, counted: NDArray[np.bool_]) -> float:

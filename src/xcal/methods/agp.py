@@ -17,8 +17,8 @@ from xcal.config import Experiment
 from xcal.dp.calibration import PlanShape, plan_paper
 from xcal.dp.noise import release_tensors
 from xcal.explain.gradcam import channel_weights
+from xcal.methods.agp_dp import CamLayer, cam_layer_of, most_important, require_trained
 from xcal.methods.base import BandParameters, LocalMethod, SparedParameters, shape_of
-from xcal.methods.cam_layer import CamLayer, cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.steps import clipped_sum
 

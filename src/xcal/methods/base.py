@@ -10,7 +10,6 @@ from torch import nn
 
 from xcal.config import Experiment, Positive, Share, Weight, key
 from xcal.dp.calibration import Plan, PlanShape
-from xcal.explain.signal import SignalSettings
 from xcal.methods.context import StepContext, StepRecord
 
 if TYPE_CHECKING:
@@ -145,16 +144,6 @@ class SignalParameters(Experiment):
         description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)",
         travels=True,
     )
-
-    def signal(self, *, positive_only: bool) -> SignalSettings:
-        return SignalSettings(
-            q=self.q,
-            alpha=self.alpha,
-            beta=self.beta,
-            gamma=self.gamma,
-            fill=self.fill,
-            positive_only=positive_only,
-        )
 
 
 SIGNAL_KEYS = frozenset(SignalParameters.model_fields) - frozenset(Experiment.model_fields)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from xcal.config import Experiment
 from xcal.dp.account import Account
-from xcal.dp.accounting import joint_sigma
-from xcal.dp.calibration import COUNT_SENSITIVITY, Plan, PlanShape, plan_fixed
+from xcal.dp.accounting import COUNT_SENSITIVITY, joint_sigma
+from xcal.dp.calibration import Plan, PlanShape, plan_fixed
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism
 from xcal.dp.noise import NoiseKey, NoiseSource

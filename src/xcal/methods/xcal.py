@@ -12,25 +12,25 @@ from numpy.typing import NDArray
 from torch import nn
 
 from xcal.config import Experiment, Positive, Whole, key
-from xcal.dp.accounting import CostTable
-from xcal.dp.calibration import SCORE_SENSITIVITY, Plan, joint_factor, plan_xcal
+from xcal.dp.accounting import SCORE_SENSITIVITY, CostTable, joint_factor, multiplier_table
+from xcal.dp.calibration import Plan, plan_xcal
 from xcal.dp.clipping import Bound, ClippedSum
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, scores
-from xcal.methods.adaptive_clip import (
-    QuantileRule,
-    contributing_units,
-    count_release,
-    quantile_rule,
-    release_fraction,
-)
+from xcal.methods.adaptive_clip import QuantileRule, count_release, quantile_rule, release_fraction
 from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, round_geometry
 from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
 from xcal.methods.client_data import Batch, mean_by_unit
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.signal_step import broken_units, forward_with_components
-from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
+from xcal.methods.steps import (
+    broken_units,
+    clipped_sum,
+    contributing_units,
+    forward_with_components,
+    gradient_release,
+    release_gradient,
+)
 
 TAU = 0.05
 
@@ -156,7 +156,7 @@ def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
 def next_effective_sigma(
     state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
 ) -> tuple[float, float]:
-    """The next step's σ_eff and its cost, from releases and public constants only (method.md §4.5)."""
+    """The next step's σ_eff and its cost, from releases and public constants (method.md §4.5)."""
     left = rule.plan.budget - spent
     scheduled = rule.source in SCHEDULES
     factor = scheduled_factor(rule, steps_left) if scheduled else share_factor(state, rule)
@@ -188,7 +188,10 @@ def xcal_step(
     Where the noise goes and how C is chosen are parts of the rule, each of them optional.
     """
     assert context.account is not None
-    plan, table = rule.plan, rule.plan.table()
+    plan, table = (
+        rule.plan,
+        multiplier_table(rule.plan.sample_rate, rule.plan.order, rule.plan.sigma_static),
+    )
     number = context.first_step + step
 
     # 0. What one unit may contribute, and where the noise goes: C and D.
@@ -297,7 +300,7 @@ class OurXcal(LocalMethod):
     def rule(self, experiment: XcalParameters, plan: Plan) -> XcalRule:
         return XcalRule(
             plan,
-            experiment.signal(positive_only=True),
+            SignalSettings.of(experiment, positive_only=True),
             tau=TAU if experiment.tau is None else experiment.tau,
             slow_tau=experiment.slow_tau,
             w=experiment.w,

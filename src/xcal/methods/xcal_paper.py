@@ -28,8 +28,13 @@ from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, batch_score
 from xcal.methods.base import BandParameters, LocalMethod, SignalParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.signal_step import broken_units, forward_with_components
-from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
+from xcal.methods.steps import (
+    broken_units,
+    clipped_sum,
+    forward_with_components,
+    gradient_release,
+    release_gradient,
+)
 
 TAU = 0.2
 
@@ -213,7 +218,7 @@ class PublishedXcal(LocalMethod):
     def rule(self, experiment: PaperParameters, plan: Plan) -> PaperRule:
         return PaperRule(
             plan,
-            experiment.signal(positive_only=False),
+            SignalSettings.of(experiment, positive_only=False),
             tau=TAU if experiment.tau is None else experiment.tau,
             band=experiment.band,
         )

@@ -24,7 +24,7 @@ from xcal.dp.clipping.recorder import (
     refuse_other_uses,
 )
 from xcal.dp.clipping.tape import Tape, Units
-from xcal.dp.padding import filled_up
+from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
 
 # Their parameters go into operations that have no rule, and nothing in them may train.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xcal.dp.padding import filled_up
+from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
 
 Loss = Callable[[Tensor, Tensor], Tensor]

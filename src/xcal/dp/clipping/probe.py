@@ -20,7 +20,7 @@ from xcal.dp.clipping.fallback import Fallback
 from xcal.dp.clipping.losses import Loss, per_sample
 from xcal.dp.clipping.recorder import record
 from xcal.dp.clipping.tape import Units
-from xcal.dp.padding import filled_up
+from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
 
 _SAMPLES = 3
