@@ -105,7 +105,7 @@ METHODS_BEFORE = {
     "step_is_text": "no function",
     "unknown_key": "epsilom",
     "uses_text": "uses",
-    "uses_nothing": "clip",
+    "uses_nothing": "delta",
     "private_text": "private",
     "plan_raises": "LookupError: no such ward",
     "plan_leaves": "SystemExit",

@@ -105,7 +105,7 @@ def private_fill(patch: Patch) -> None:
 
 
 def summed_group(patch: Patch) -> None:
-    real = xcal.methods.context.mean_by_unit
+    real = xcal.methods.client_data.mean_by_unit
 
     def mutated(values: torch.Tensor, units: torch.Tensor, n_units: int) -> Any:
         weights = values.double().cpu().numpy()
@@ -477,7 +477,7 @@ def drawn_twice(patch: Patch) -> None:
         return np.sort(np.concatenate([units[:1], units]))
 
     real = xcal.dp.sampling.poisson_draw
-    patch.setattr(xcal.methods.context, "poisson_draw", lambda u, rate: drawn(u, rate, real))
+    patch.setattr(xcal.methods.client_data, "poisson_draw", lambda u, rate: drawn(u, rate, real))
 
 
 def views_as_units(patch: Patch) -> None:
@@ -503,7 +503,7 @@ def too_many_images(patch: Patch) -> None:
     def mutated(drawn: Any, table: Any, images_per_unit: int, chosen: Any = None) -> Any:
         return real(drawn, table, max(images_per_unit, int(table.sizes.max(initial=1))), chosen)
 
-    patch.setattr(xcal.methods.context, "images_of", mutated)
+    patch.setattr(xcal.methods.client_data, "images_of", mutated)
 
 
 def cap_ignored(patch: Patch) -> None:

@@ -236,7 +236,7 @@ def test_a_clock_that_is_a_little_behind_is_no_fault(place: Place) -> None:
 def test_one_site_twice(place: Place) -> None:
     link = place.folder / "link"
     link.symlink_to(place.sites[0])
-    for second in (place.sites[0], link, place.sites[0] / ".." / "home0"):
+    for second in (place.sites[0], link, place.sites[0] / ".." / "site0"):
         words = place.start_words(place.fresh, [place.sites[0], second])
         refused(place, words, "names one folder twice")
         assert not place.fresh.exists()

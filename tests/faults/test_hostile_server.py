@@ -296,4 +296,6 @@ def test_no_code_is_read_from_files() -> None:
                 assert words.get("weights_only") == "True", where
             if name in ("np.load", "numpy.load"):
                 assert words.get("allow_pickle") in ("False", None), where
+            if path.name == "workers.py" and name == "pickle.loads":
+                continue  # from a pipe to a process that this one forked itself
             assert name not in ("pickle.load", "pickle.loads", "eval", "exec", "yaml.load"), where

@@ -155,7 +155,7 @@ def test_other_inputs_under_the_same_noise_are_refused(tmp_path: Path) -> None:
             kept.unlink()
     path, about = tmp_path / "run" / "experiment.toml", tmp_path / "run" / "run.json"
     original = path.read_text()
-    path.write_text(original.replace("clip = 1.0", "clip = 2.0"))
+    path.write_text(original.replace("max_grad_norm = 1.0", "max_grad_norm = 2.0"))
     rows = len(charges(tmp_path / "run", "0"))
     with pytest.raises(UserError, match="was changed since the run began"):
         xcal.run(tmp_path / "run", resume=True)

@@ -232,8 +232,8 @@ def test_a_floor_that_the_first_step_would_break_reserves_nothing(
 
 def test_the_owner_limits_the_batch(tmp_path: Path) -> None:
     site_dir = real(tiny_site(tmp_path, max_batch=8))
-    assert code(ask(site_dir, changed(batch=9))) == "batch-too-large"
-    assert code(ask(site_dir, changed(batch=8))) == "answered"
+    assert code(ask(site_dir, changed(expected_batch_size=9))) == "batch-too-large"
+    assert code(ask(site_dir, changed(expected_batch_size=8))) == "answered"
 
 
 def test_weights_of_a_foreign_type(site_dir: Path) -> None:

@@ -43,8 +43,8 @@ def test_names_of_finished_cells_stay() -> None:
     text = json.dumps(sorted(make_cell("laptop", values, 500).keys))
     assert text == json.dumps(
         sorted(
-            "average batch clients clip concentration data delta epsilon local_epochs lr method"
-            " network optimizer paired partition pixels road_every road_images rounds seed"
+            "average clients concentration data delta epsilon expected_batch_size local_epochs lr"
+            " max_grad_norm method network optimizer paired partition pixels road_every road_images rounds seed"
             " train_images unit validation_images".split()
         )
     )

@@ -20,7 +20,7 @@ import torch
 import tainted
 import xcal
 import xcal.dp.mechanism
-import xcal.methods.context
+import xcal.methods.client_data
 from method_cases import BASE, CASES
 from xcal.dp.ledger.rows import read_rows
 from xcal.dp.noise import NoiseKey
@@ -56,12 +56,12 @@ def released_from_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw_as(patch: pytest.MonkeyPatch, who: str) -> None:
-    real = xcal.methods.context.poisson_draw
+    real = xcal.methods.client_data.poisson_draw
 
     def mine(uniforms: Any, rate: float) -> Any:
         return real(uniforms, {"nobody": 0.0, "everybody": 1.0}.get(who, rate))
 
-    patch.setattr(xcal.methods.context, "poisson_draw", mine)
+    patch.setattr(xcal.methods.client_data, "poisson_draw", mine)
 
 
 def _timeless(value: Any) -> Any:

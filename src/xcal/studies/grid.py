@@ -39,7 +39,8 @@ class Cell:
     variant: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", names_of_today(self.keys))
+        if isinstance(self.keys, Mapping):  # what else a damaged file has is told where it is read
+            object.__setattr__(self, "keys", names_of_today(self.keys))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cell) and (self.id, self.variant) == (other.id, other.variant)
@@ -167,12 +168,13 @@ def _value(text: str) -> Any:
 
 def own_grid(path: Path, words: Sequence[str] = (), seeds: int | None = None) -> OwnGrid:
     """The grid of an experiment file: its table `[axes]`, axes given as words, so many seeds."""
-    values = read_toml(path)
+    values = names_of_today(read_toml(path))
     found = values.pop("axes", {})
     if not isinstance(found, dict) or not all(isinstance(v, list) and v for v in found.values()):
         raise UserError(f"[axes] of {path} holds lists of values, as `epsilon = [1, 8]`.")
     make_experiment(values, str(path))  # so that an error in the file names the file
-    axes = {**{k: tuple(v) for k, v in found.items()}, **dict(map(read_axis, words))}
+    of_file = names_of_today({k: tuple(v) for k, v in found.items()})
+    axes = {**of_file, **names_of_today(dict(map(read_axis, words)))}
     for key in axes:
         if key not in KEYS:
             raise UserError(f"No experiment has the key {key!r}.{nearest(key, KEYS)}")
