@@ -44,8 +44,8 @@ def test_names_of_finished_cells_stay() -> None:
     assert text == json.dumps(
         sorted(
             "average clients concentration data delta epsilon expected_batch_size local_epochs lr"
-            " max_grad_norm method network optimizer paired partition pixels road_every road_images rounds seed"
-            " train_images unit validation_images".split()
+            " max_grad_norm method network optimizer paired partition pixels road_every road_images"
+            " rounds seed train_images unit validation_images".split()
         )
     )
 

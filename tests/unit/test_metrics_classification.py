@@ -15,12 +15,12 @@ from xcal.metrics.classification import (
     auroc_per_class,
     balanced_accuracy,
     calibration_error,
-    classification_metrics,
     confusion_matrix,
     macro_f1,
     sensitivity,
     specificity,
 )
+from xcal.metrics.registry import classification_metrics
 
 
 def test_confusion_matrix_has_truth_in_rows() -> None:

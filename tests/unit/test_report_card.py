@@ -30,7 +30,7 @@ def test_a_finished_run_has_a_card_that_says_what_its_files_say(private_run: Pat
     assert statement["promise"] in card
     assert "ε = 8, δ = 0.001, per record" in card
     assert f"| macro F1 | {result['macro_f1']:.3f} |" in card
-    assert f"| ROAD on confidence (6 images) | {result['road']:.3f} |" in card
+    assert f"| ROAD | {result['road']:.3f} |" in card
     assert "Classes: left, middle, right." in card
     assert "License: none." in card
     assert "51 + 51 + 48 units (one unit: one image)" in card

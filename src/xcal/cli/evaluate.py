@@ -80,6 +80,7 @@ def _show(console: Console, found: dict[str, Any]) -> None:
 
 def _summary(found: dict[str, Any]) -> Table:
     from xcal.cli.show import number
+    from xcal.metrics.registry import METRICS
 
     measured, explained = found["classification"], found["explanations"]
     table = Table(
@@ -89,30 +90,16 @@ def _summary(found: dict[str, Any]) -> Table:
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("what it is")
-    rows = [
-        ("macro F1", measured["macro_f1"], "mean over the classes, 0 to 1"),
-        ("accuracy", measured["accuracy"], "share of right answers"),
-        ("balanced accuracy", measured["balanced_accuracy"], "mean sensitivity of the classes"),
-        ("AUROC", measured["auroc"], "one class against the rest, mean; 0.5 is chance"),
-        ("calibration error", measured["calibration_error"], "confidence against truth; 0 is best"),
-    ]
+    values = [(metric, metric.value(found)) for metric in METRICS]
+    rows = [(m.title, v, m.meaning) for m, v in values if v is not None or not m.of_maps]
     if explained is not None:
-        road = explained["road"]
-        low, high = road["interval"] or (None, None)
-        between = "" if low is None else f"; 95 %: {number(low)} to {number(high)}"
-        rows += [
-            ("ROAD", road["road"], f"on confidence, -0.5 to 0.5, {road['images']} images{between}"),
-            ("ROAD, logits, %", road["road_logit_percent"], "relative; without bounds"),
-            ("insertion AUC", explained["insertion_auc"], "higher is better, 0 to 1"),
-            ("deletion AUC", explained["deletion_auc"], "lower is better, 0 to 1"),
-        ]
+        low, high = explained["road"]["interval"] or (None, None)
+        if low is not None:
+            between = f"{number(low)} to {number(high)}"
+            rows.append(("ROAD, 95 %", None, f"{between}, {explained['road']['images']} images"))
         place = explained.get("localization")
         if place is not None:
-            area = number(place["area"])
-            rows += [
-                ("pointing game", place["pointing"], f"highest pixel in the region; chance {area}"),
-                ("saliency inside", place["inside"], f"share in the region; chance {area}"),
-            ]
+            rows.append(("area of the region", place["area"], "which chance reaches"))
     if found["sanity_check"]:
         last = found["sanity_check"][-1]["rank_correlation"]
         rows.append(("sanity check", last, "maps against those of scrambled weights; near 0"))

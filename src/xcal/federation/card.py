@@ -9,6 +9,7 @@ import numpy as np
 
 from xcal.config import Experiment
 from xcal.data.images import RECORD_GROUPS, ImageData
+from xcal.metrics.registry import METRICS
 
 INTENDED_USE = (
     "Research on private federated learning and on measured explanations. This is not a medical"
@@ -99,30 +100,22 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
 
 def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
     found = result["classification"]
-    rows = [
-        ("macro F1", _number(found["macro_f1"])),
-        ("accuracy", _number(found["accuracy"])),
-        ("balanced accuracy", _number(found["balanced_accuracy"])),
-        ("AUROC, mean of one class against the rest", _number(found["auroc"])),
-        ("expected calibration error", _number(found["calibration_error"])),
-    ]
+    values = [(metric, metric.value(result)) for metric in METRICS]
+    rows = [(m.title, _number(v), m.meaning) for m, v in values if not m.of_maps]
     explained = result["explanations"]
     if explained is not None:
         count = explained["road"]["images"]
         low, high = explained["road"].get("interval") or (None, None)
-        between = "" if low is None else f"; 95 %: {_number(low)} to {_number(high)}"
         rows += [
-            (f"ROAD on confidence ({count} images{between})", _number(explained["road"]["road"])),
-            (f"insertion AUC ({count} images)", _number(explained["insertion_auc"])),
-            (f"deletion AUC ({count} images)", _number(explained["deletion_auc"])),
+            (m.title, _number(v), f"{m.meaning}; {count} images")
+            for m, v in values
+            if m.of_maps and v is not None
         ]
+        if low is not None:
+            rows.append(("ROAD, 95 % interval", f"{_number(low)} to {_number(high)}", ""))
         place = explained.get("localization")
         if place is not None:
-            rows += [
-                (f"pointing game ({count} images)", _number(place["pointing"])),
-                (f"saliency inside the true region ({count} images)", _number(place["inside"])),
-                ("area of the true region, which chance reaches", _number(place["area"])),
-            ]
+            rows.append(("area of the true region", _number(place["area"]), "which chance reaches"))
     per_class = zip(
         map(_plain, data.classes),
         map(str, np.bincount(data.test.labels, minlength=len(data.classes))),
@@ -132,7 +125,7 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
         strict=True,
     )
     lines = [
-        *_table(("metric", f"{found['images']} test images"), rows),
+        *_table(("metric", f"{found['images']} test images", "what it is"), rows),
         "",
         *_table(("class", "test images", "sensitivity", "specificity", "AUROC"), per_class),
     ]

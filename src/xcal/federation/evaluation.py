@@ -21,7 +21,8 @@ from xcal.explain.interval import mean_interval
 from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
 from xcal.methods.client_data import Inputs
-from xcal.metrics.classification import classification_metrics, macro_f1
+from xcal.metrics.classification import macro_f1
+from xcal.metrics.registry import classification_metrics
 from xcal.models.backbone import split_backbone
 
 

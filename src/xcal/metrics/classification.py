@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata
@@ -15,8 +13,8 @@ FloatArray = NDArray[np.float64]
 
 def confusion_matrix(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> NDArray[np.int64]:
     """Counts (n_classes, n_classes): row = the true class, column = the predicted one."""
-    truth = _classes(labels, n_classes, "label")
-    answer = _classes(predicted, n_classes, "prediction")
+    truth = class_numbers(labels, n_classes, "label")
+    answer = class_numbers(predicted, n_classes, "prediction")
     if truth.shape != answer.shape:
         raise UserError(
             f"There are {truth.size} labels and {answer.size} predictions: give one of each per "
@@ -106,47 +104,13 @@ def calibration_error(labels: ArrayLike, probabilities: ArrayLike, *, bins: int 
     return float(np.abs(np.bincount(place, surplus, bins)).sum() / len(truth))
 
 
-def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Any]:
-    """All of these metrics as plain numbers for a result file; None for what is undefined.
-
-    An image whose probabilities are not finite counts as a wrong answer of no confidence at all:
-    it is given the class after its own and equal probabilities, and counted in `broken_images`.
-    """
-    scores = np.asarray(probabilities, dtype=np.float64)
-    truth = np.asarray(labels).reshape(-1)
-    if scores.ndim != 2 or len(scores) != truth.size or scores.shape[1] < 2:
-        raise UserError(
-            f"There are {truth.size} labels and probabilities of the shape {scores.shape}: give "
-            "one row of two or more classes per image."
-        )
-    n_classes = scores.shape[1]
-    truth = _classes(truth, n_classes, "label")
-    broken = np.logical_not(np.isfinite(scores).all(axis=1)).reshape(-1)
-    scores = np.where(broken[:, None], 1 / n_classes, scores)
-    predicted = np.where(broken, (truth + 1) % n_classes, scores.argmax(axis=1))
-    counts = confusion_matrix(truth, predicted, n_classes)
-    return {
-        "images": int(truth.size),
-        "broken_images": int(broken.sum()),
-        "macro_f1": _or_none(macro_f1(truth, predicted, n_classes)),
-        "accuracy": _or_none(float(np.mean(predicted == truth)) if truth.size else float("nan")),
-        "balanced_accuracy": _or_none(balanced_accuracy(truth, predicted, n_classes)),
-        "auroc": _or_none(auroc(truth, scores)),
-        "auroc_per_class": [_or_none(value) for value in auroc_per_class(truth, scores)],
-        "sensitivity": [_or_none(value) for value in sensitivity(counts)],
-        "specificity": [_or_none(value) for value in specificity(counts)],
-        "calibration_error": _or_none(calibration_error(truth, scores)),
-        "confusion_matrix": counts.tolist(),
-    }
-
-
 def _probabilities(
     labels: ArrayLike, probabilities: ArrayLike
 ) -> tuple[FloatArray, NDArray[np.int64]]:
     scores = np.asarray(probabilities, dtype=np.float64)
     if scores.ndim != 2:
         raise UserError(f"Probabilities of the shape {scores.shape} were given: one row per image.")
-    truth = _classes(labels, scores.shape[1], "label")
+    truth = class_numbers(labels, scores.shape[1], "label")
     if len(truth) != len(scores):
         raise UserError(
             f"There are {len(truth)} labels and {len(scores)} rows of probabilities: give one of "
@@ -165,11 +129,7 @@ def _mean_of_defined(values: FloatArray) -> float:
     return float(defined.mean()) if defined.size else float("nan")
 
 
-def _or_none(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _classes(values: ArrayLike, n_classes: int, what: str) -> NDArray[np.int64]:
+def class_numbers(values: ArrayLike, n_classes: int, what: str) -> NDArray[np.int64]:
     array = np.asarray(values).reshape(-1)
     if array.size and (array.min() < 0 or array.max() >= n_classes):
         raise UserError(
