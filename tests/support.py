@@ -272,7 +272,8 @@ def xcal_environment() -> dict[str, str]:
 
 def tiny_site(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
     """A simulated site with its shard of TINY; `policy` overrides its terms."""
-    from xcal.experiments import make_experiment, to_toml
+    from xcal.config import to_toml
+    from xcal.experiments import make_experiment
     from xcal.federation.policy import Policy
     from xcal.federation.site_directory import SiteTable, create_site
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.fix import fix
 from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise, SeededNoise, release_tensors
@@ -25,6 +24,7 @@ from xcal.explain.signal import (
     scores,
     top_cells,
 )
+from xcal.methods.xcal import XcalParameters
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 
@@ -105,7 +105,7 @@ class Step:
 
 def default_signal() -> tuple[int, float]:
     """`signal_every` and `signal_fraction` as a user gets them without asking."""
-    fields = Experiment.model_fields
+    fields = XcalParameters.model_fields
     return int(fields["signal_every"].default), float(fields["signal_fraction"].default)
 
 

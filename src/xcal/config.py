@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import json
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from xcal.errors import UserError
 
 # Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
@@ -306,3 +311,52 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """' Did you mean …?' where something known is close, else the empty string."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under the names that keys have today; of two names of one key the later counts."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found[RENAMED.get(key, key)] = value
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """An experiment file's keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"There is no experiment file {path}: check the path.") from None
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"The experiment file {path} cannot be read as text.") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
+    for old, new in RENAMED.items():
+        if old in values and new in values:
+            raise UserError(
+                f"{path} has both {old!r} and {new!r}, which are one key: drop {old!r}."
+            )
+    return values
+
+
+def parse_set(text: str) -> tuple[str, Any]:
+    """`key=value` as the command line gives it; the value is read as TOML, else taken as text."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise UserError(f"--set takes key=value, not {text!r}.")
+    try:
+        value = tomllib.loads(f"v = {raw.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    return key.strip(), value
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Flat keys as TOML; None is left out, since TOML has no null."""
+    lines = []
+    for key, value in values.items():
+        if value is not None:
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -13,7 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, nearest
+from xcal.config import (
+    BEFORE_THE_KEY,
+    RENAMED,
+    Experiment,
+    names_of_today,
+    nearest,
+    parse_set,
+    read_toml,
+)
 from xcal.errors import UserError
 from xcal.methods.registry import METHODS, get_method
 from xcal.presets import PRESETS
@@ -61,14 +67,6 @@ KEYS = tuple(experiment_type().model_fields)
 LOCAL_KEYS = frozenset(k for k in KEYS if not travels(experiment_type(), k))
 
 
-def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under the names that keys have today; of two names of one key the later counts."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found[RENAMED.get(key, key)] = value
-    return found
-
-
 def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
     """The values on top of the layer of defaults that their `preset` names, if any."""
     name = values.get("preset")
@@ -112,26 +110,6 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
     return made
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """An experiment file's keys."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"There is no experiment file {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"The experiment file {path} cannot be read as text.") from None
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
-    for old, new in RENAMED.items():
-        if old in values and new in values:
-            raise UserError(
-                f"{path} has both {old!r} and {new!r}, which are one key: drop {old!r}."
-            )
-    return values
-
-
 def read_pinned(path: Path) -> Experiment:
     """A run's resolved configuration: a key that is not in the file is None, not a preset's."""
     values = names_of_today(read_toml(path))
@@ -139,18 +117,6 @@ def read_pinned(path: Path) -> Experiment:
     unset = {name: None for name, field in fields.items() if field.default is None}
     unset["road_test_images"] = None  # all of them, which a file cannot say otherwise
     return make_experiment({**unset, **BEFORE_THE_KEY, **values}, str(path))
-
-
-def parse_set(text: str) -> tuple[str, Any]:
-    """`key=value` as the command line gives it; the value is read as TOML, else taken as text."""
-    key, sign, raw = text.partition("=")
-    if not sign or not key.strip():
-        raise UserError(f"--set takes key=value, not {text!r}.")
-    try:
-        value = tomllib.loads(f"v = {raw.strip()}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = raw.strip()
-    return key.strip(), value
 
 
 def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experiment, set[str]]:
@@ -162,12 +128,3 @@ def load_experiment(path: Path | None, sets: Sequence[str] = ()) -> tuple[Experi
         key, value = parse_set(text)
         values[RENAMED.get(key, key)] = value
     return make_experiment(values, where if not sets else "the settings"), set(values)
-
-
-def to_toml(values: Mapping[str, Any]) -> str:
-    """Flat keys as TOML; None is left out, since TOML has no null."""
-    lines = []
-    for key, value in values.items():
-        if value is not None:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"

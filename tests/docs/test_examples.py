@@ -11,7 +11,8 @@ import pytest
 
 import xcal
 from support import ROOT, xcal_process
-from xcal.experiments import load_experiment, read_toml
+from xcal.config import read_toml
+from xcal.experiments import load_experiment
 from xcal.federation.outcome import unused_keys
 from xcal.methods.registry import get_method, plan_for
 

@@ -15,7 +15,8 @@ import typer.main
 from fuzzing import damaged, rounds, within
 from support import TINY
 from xcal.cli.main import app, main
-from xcal.experiments import KEYS, to_toml
+from xcal.config import to_toml
+from xcal.experiments import KEYS
 
 VALUES = (
     "", " ", "-1", "0", "1", "7", "1e9", "999999999999999999999", "nan",

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from federation.flare_support import free_port
 from support import tiny_site
+from xcal.config import to_toml
 from xcal.errors import UserError
-from xcal.experiments import to_toml
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.check import check_party
 from xcal.federation.nvflare.parties import Invitation, Party

@@ -21,8 +21,9 @@ import torch
 
 import xcal
 from support import ROOT, TINY, sets, tiny_site, xcal_environment, xcal_process
+from xcal.config import to_toml
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
-from xcal.experiments import make_experiment, to_toml
+from xcal.experiments import make_experiment
 from xcal.federation.files import read_tensors
 
 missing = find_spec("flwr") is None or find_spec("ray") is None

@@ -12,9 +12,10 @@ import pytest
 import support
 from support import TINY, tiny_site
 from wire import a_request, ask, real
+from xcal.config import to_toml
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Charge, Release, RunTerms, charges_of, read_rows, runs_of
-from xcal.experiments import make_experiment, to_toml
+from xcal.experiments import make_experiment
 from xcal.federation.messages import Refusal, Reply
 
 Invoke = Callable[..., tuple[int, str, str]]

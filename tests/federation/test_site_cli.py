@@ -9,7 +9,8 @@ import pytest
 
 from support import TINY
 from wire import a_request, ask
-from xcal.experiments import make_experiment, to_toml
+from xcal.config import to_toml
+from xcal.experiments import make_experiment
 from xcal.federation.messages import Refusal, Reply
 
 Invoke = Callable[..., tuple[int, str, str]]

@@ -12,8 +12,9 @@ import torch
 import xcal
 from support import TINY, tiny_site
 from wire import a_request, ask
+from xcal.config import to_toml
 from xcal.dp.ledger.rows import charges_of, read_rows
-from xcal.experiments import make_experiment, to_toml
+from xcal.experiments import make_experiment
 from xcal.federation.answer import answer
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fuzzing import LONG, one_sentence, within
 from support import TINY
-from xcal.config import Experiment
+from xcal.config import Experiment, parse_set, to_toml
 from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
-from xcal.experiments import KEYS, make_experiment, parse_set, to_toml
+from xcal.experiments import KEYS, make_experiment
 from xcal.federation.answer import respond
 from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.folder import RunFolder

@@ -70,7 +70,7 @@ def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
 def test_axes_of_the_file_and_of_the_command(tmp_path: Path) -> None:
     path = experiment_file(tmp_path, '\n[axes]\nmethod = ["fl-dp", "xcal"]\nclip = [0.5, 1.0]\n')
     own = own_grid(path, ["clip=2"], seeds=3)
-    assert own.axes == {"method": ("fl-dp", "xcal"), "clip": (2,), "seed": (0, 1, 2)}
+    assert own.axes == {"method": ("fl-dp", "xcal"), "max_grad_norm": (2,), "seed": (0, 1, 2)}
     assert own.compared == "method"
     assert [at["seed"] for at, _ in own.places] == [0, 0, 1, 1, 2, 2]  # pairs end together
     assert read_axis("train=last:2,head") == ("train", ("last:2", "head"))

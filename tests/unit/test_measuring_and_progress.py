@@ -12,9 +12,10 @@ import pytest
 import xcal
 from conftest import Invoke
 from support import TINY, sets
+from xcal.config import to_toml
 from xcal.data.synthetic import smear
 from xcal.data.watch import watched
-from xcal.experiments import load_experiment, make_experiment, read_pinned, to_toml
+from xcal.experiments import load_experiment, make_experiment, read_pinned
 from xcal.explain.interval import mean_interval
 from xcal.federation.local import NullCallback
 

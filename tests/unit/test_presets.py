@@ -8,8 +8,9 @@ import pytest
 
 import xcal
 from support import TINY
+from xcal.config import to_toml
 from xcal.errors import UserError
-from xcal.experiments import load_experiment, make_experiment, read_pinned, to_toml
+from xcal.experiments import load_experiment, make_experiment, read_pinned
 from xcal.federation.folder import RunFolder
 from xcal.presets import PRESETS
 

@@ -488,7 +488,7 @@ def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: P
 
 
 def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
-    from xcal.experiments import to_toml
+    from xcal.config import to_toml
     from xcal.federation.policy import Policy
     from xcal.federation.site_check import check_site
     from xcal.federation.site_directory import SiteTable, create_site

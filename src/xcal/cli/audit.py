@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from xcal.cli.show import epsilon_text, number
+from xcal.config import parse_set
 from xcal.errors import UserError
-from xcal.experiments import parse_set
 
 
 def audit_command(

@@ -65,11 +65,11 @@ app.add_typer(data.app, name="data")
 app.add_typer(federation.app, name="federation")
 
 
-def main(commands: typer.Typer = app, name: str = "xcal") -> None:
+def main(commands: typer.Typer | None = None, name: str = "xcal") -> None:
     """The entry point: bad input is one sentence and exit code 2, Ctrl-C is exit code 130."""
     with noting():
         try:
-            commands()
+            (commands or app)()
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or interrupted():
                 typer.echo(f"\n{name}: interrupted.", err=True)

@@ -11,7 +11,6 @@ from rich.console import Console
 from xcal.cli.interrupts import interruptible
 from xcal.config import nearest
 from xcal.errors import UserError
-from xcal.experiments import load_experiment
 
 ENGINES = ("local", "flower")
 
@@ -37,6 +36,7 @@ def run_command(
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
     from xcal.data.watch import watched
+    from xcal.experiments import load_experiment
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xcal.config import Experiment
+from xcal.config import Experiment, to_toml
 from xcal.errors import UserError
-from xcal.experiments import read_pinned, to_toml
+from xcal.experiments import read_pinned
 from xcal.federation.files import (
     append_text,
     read_json,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from xcal.config import read_toml
 from xcal.errors import UserError
-from xcal.experiments import read_toml
 
 
 def no_such_site(site_dir: str, *, begun: bool) -> UserError:

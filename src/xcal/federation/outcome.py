@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from xcal.config import RENAMED
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.dp.calibration import Plan
 from xcal.dp.statement import (
@@ -274,7 +275,7 @@ def no_predictions(classes: int) -> Predictions:
 
 def unused_keys(method: Method, given: Sequence[str]) -> list[str]:
     """Keys that were given and make no difference to the method."""
-    return sorted(k for k in given if k not in method.uses)
+    return sorted(k for k in given if RENAMED.get(k, k) not in method.uses)
 
 
 def _mean_sigma(folder: RunFolder) -> float | None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment
+from xcal.config import Experiment, to_toml
 from xcal.data.images import Images
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
-from xcal.experiments import to_toml
 from xcal.federation.files import read_json, write_json
 from xcal.federation.refusals import Refused
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from xcal.config import Experiment
+from xcal.config import Experiment, read_toml, to_toml
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
@@ -35,7 +35,7 @@ from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
-from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned, read_toml, to_toml
+from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned
 from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.partition_record import PartitionRecord

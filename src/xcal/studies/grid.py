@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, nearest
+from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, names_of_today, nearest, read_toml
 from xcal.errors import UserError
-from xcal.experiments import KEYS, make_experiment, names_of_today, read_toml
+from xcal.experiments import KEYS, make_experiment
 from xcal.methods.registry import get_method
 
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xcal.config import read_toml
 from xcal.errors import UserError
-from xcal.experiments import read_toml
 from xcal.federation.files import read_json, write_bytes
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
 from xcal.federation.nvflare.parties import Party, json_text

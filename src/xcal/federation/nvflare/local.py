@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xcal.config import read_toml
 from xcal.errors import UserError
-from xcal.experiments import make_experiment, read_toml
+from xcal.experiments import make_experiment
 from xcal.federation.nvflare import provision
 from xcal.federation.nvflare.parties import Invitation, Party, read_federation
 

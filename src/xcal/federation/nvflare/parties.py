@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from xcal.config import nearest
+from xcal.config import nearest, to_toml
 from xcal.errors import UserError
-from xcal.experiments import to_toml
 from xcal.federation.files import read_json, write_bytes, write_json
 
 Role = Literal["server", "site", "lead", "viewer"]
