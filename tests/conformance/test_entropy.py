@@ -23,19 +23,19 @@ import torch
 import xcal
 from support import TINY, make_sites, tiny, tiny_site
 from wire import KEYS, a_request, ask, changed, real
+from xcal.dp import noise as noises
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms, read_rows, runs_of
 from xcal.dp.noise import NoiseKey, NoiseSource, SecureNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
-from xcal.experiments import make_experiment
+from xcal.experiments import LOCAL_KEYS, make_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.ledgers_of import find_ledgers
 from xcal.federation.local import server_noise
-from xcal.federation.messages import LOCAL_KEYS, Refusal, Reply
+from xcal.federation.messages import Refusal, Reply
 from xcal.federation.setup import prepare, prepare_remote
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.client_data import LocalData
-from xcal.privacy import noise as noises
 
 KEY = NoiseKey("0", "xcal", 0, 0, "gradient")
 OTHERS = (

@@ -14,11 +14,11 @@ import torch
 
 import xcal
 from support import ROOT, TINY
+from xcal.dp import noise as noises
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.federation.ledgers_of import find_ledgers
 from xcal.methods.context import Optimizer
 from xcal.methods.registry import METHODS
-from xcal.privacy import noise as noises
 
 KEYS = {**TINY, "rounds": 1, "clients": 2, "signal_every": 1, "road_images": 0}
 

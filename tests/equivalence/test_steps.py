@@ -20,11 +20,12 @@ from xcal.dp.ledger.rows import RunTerms, Terms
 from xcal.dp.noise import NoiseKey, NoiseSource, SeededNoise
 from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
+from xcal.methods import xcal as steps_with_signal
+from xcal.methods import xcal_paper as paper
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import Optimizer, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
 from xcal.methods.steps import clipped_sum, dp_step, release_gradient, sgd_step
-from xcal.training import xcal as steps_with_signal
 
 
 class Fixed(LocalData):
@@ -127,8 +128,8 @@ def one_step(method: str, context: StepContext, plan: Plan, book: Account) -> No
         rule = steps_with_signal.XcalRule(plan, SignalSettings())
         steps_with_signal.xcal_step(context, 0, rule, steps_with_signal.XcalState())
     else:
-        rule_p = steps_with_signal.PaperRule(plan, SignalSettings(positive_only=False))
-        steps_with_signal.paper_step(context, 0, rule_p, steps_with_signal.PaperState())
+        rule_p = paper.PaperRule(plan, SignalSettings(positive_only=False))
+        paper.paper_step(context, 0, rule_p, paper.PaperState())
 
 
 def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from support import ROOT, TINY, tiny_site
 from wire import a_request, ask, changed
-from xcal.experiments import KEYS, make_experiment
+from xcal.experiments import KEYS, experiment_type, make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.messages import (
-    LOCAL_KEYS,
-    WIRE_KEYS,
     Refusal,
     Reply,
     public_keys,
@@ -56,7 +54,9 @@ def test_the_printed_inventory_is_the_table() -> None:
 
 
 def test_every_key_of_an_experiment_is_placed() -> None:
-    assert set(KEYS) == WIRE_KEYS | LOCAL_KEYS, "say in federation/messages.py whether it travels"
-    assert not WIRE_KEYS & LOCAL_KEYS
+    kind = experiment_type()
+    for key in KEYS:
+        extra = kind.model_fields[key].json_schema_extra
+        assert isinstance(extra, dict) and "travels" in extra, f"say of {key} whether it travels"
     sent = public_keys(make_experiment({**TINY, "seed": 5}))
     assert not {"seed", "noise", "sites", "data", "weights"} & set(sent)

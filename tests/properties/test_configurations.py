@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from fuzzing import LONG, one_sentence, within
 from support import TINY
-from xcal.config import Experiment, parse_set, to_toml
+from xcal.config import parse_set, to_toml
 from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
-from xcal.experiments import KEYS, make_experiment
+from xcal.experiments import KEYS, experiment_type, make_experiment
 from xcal.federation.answer import respond
 from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.folder import RunFolder
@@ -45,7 +45,7 @@ def values_of(key: str) -> st.SearchStrategy[Any]:
     """Mostly values of the kind the key takes, so that many configurations come through."""
     if key in SMALL_ENOUGH:
         return st.sampled_from(SMALL_ENOUGH[key])
-    field = Experiment.model_fields[key]
+    field = experiment_type().model_fields[key]
     usual: tuple[Any, ...] = TEXT
     if isinstance(field.default, bool):
         usual = (True, False)

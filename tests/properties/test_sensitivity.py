@@ -22,12 +22,11 @@ from torch import nn
 
 import xcal.dp.mechanism
 from support import tiny
-from xcal.config import Experiment
 from xcal.dp.accounting import joint_sigma
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.filter import RenyiFilter
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
-from xcal.experiments import make_experiment
+from xcal.experiments import experiment_type, make_experiment
 from xcal.explain.signal import Components, SignalSettings, batch_score
 from xcal.methods.adaptive_clip import centered_count
 from xcal.methods.base import COMMON_KEYS, PRIVATE_KEYS, CentralMethod
@@ -44,7 +43,7 @@ SHAPE = {"epsilon": 5.0, "delta": 1e-5, "batch": EXPECTED, "rounds": 2, "unit": 
 
 def choices(key: str) -> tuple[str, ...]:
     """The words that a key of an experiment can have; none where it is a number."""
-    kind = Experiment.model_fields[key].annotation
+    kind = experiment_type().model_fields[key].annotation
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

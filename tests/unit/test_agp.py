@@ -20,6 +20,7 @@ from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.explain.gradcam import channel_weights
+from xcal.methods import agp as step_of_agp
 from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
 from xcal.methods.agp_dp import cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext
@@ -27,7 +28,6 @@ from xcal.methods.steps import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
-from xcal.training import agp as step_of_agp
 
 
 def context(model: nn.Module | None = None) -> StepContext:

@@ -45,7 +45,7 @@ def test_own_keys_and_settings_lie_above_a_preset(tmp_path: Path) -> None:
     path.write_text('preset = "paper"\nbatch = 64\nlr = 0.5\n')
     made, given = load_experiment(path, ["lr=0.25"])
     assert (made.expected_batch_size, made.lr, made.rounds) == (64, 0.25, 30)
-    assert given == {"preset", "batch", "lr"}  # what a preset fills in was not given
+    assert given == {"preset", "expected_batch_size", "lr"}  # what a preset fills in was not given
 
 
 def test_a_preset_may_come_by_set() -> None:
