@@ -19,7 +19,7 @@ from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
-from xcal.methods.steps import _forward, clipped_sum
+from xcal.methods.steps import clipped_sum, forward_with_components
 from xcal.models.backbone import split_backbone
 from xcal.models.registry import build_network
 
@@ -105,7 +105,9 @@ def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
         context = bench_keeping(megabytes, model, data, batch=12, chunk=4)
         batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
         entering = np.arange(batch.n_units) < share * batch.n_units
-        found.append(_forward(context, batch, entering, SignalSettings(), Bound(1.0)))
+        found.append(
+            forward_with_components(context, batch, entering, SignalSettings(), Bound(1.0))
+        )
     (sums, parts, chosen), (kept_sums, kept_parts, kept_chosen) = found
     assert torch.equal(chosen, kept_chosen)
     assert int(chosen.sum()) == int(entering.sum())  # one plain image a unit

@@ -231,7 +231,7 @@ class ClippingEngine:
         return self._clip_in_chunks(batch, bound, capture)
 
     def _record(self, batch: _Batch, bound: Bound, capture: str | None) -> RecordedPass:
-        """One pass. With fixed rows, the book has the units of `_Batch.of_rows`."""
+        """One pass. With fixed rows, the tape has the units of `_Batch.of_rows`."""
         count = len(batch.images)
         if self._rows:
             batch = batch.of_rows(self._rows)
@@ -253,7 +253,7 @@ class ClippingEngine:
         if len(batch.images) == count:
             return seen
         return RecordedPass(
-            seen.book,
+            seen.tape,
             seen.logits[:count],
             None if seen.features is None else seen.features[:count],
             seen.finite[:count],
@@ -263,7 +263,7 @@ class ClippingEngine:
         """One pass over the whole batch; a second one without the dropped units if there are."""
         units = batch.units
         seen = self._record(batch, bound, capture)
-        norms = measured = seen.book.squared_norms().sqrt()
+        norms = measured = seen.tape.squared_norms().sqrt()
         if self._rows:
             present = batch.present()
             norms = measured.new_zeros(units.count)
@@ -276,7 +276,7 @@ class ClippingEngine:
             factors = _factors(limit, measured)
             if self._rows:
                 factors[len(present) :] = 0  # copies of an image that is finite: nothing is left
-            gradients = seen.book.weighted_sum(factors)
+            gradients = seen.tape.weighted_sum(factors)
         return ClippedSum(
             self._every_parameter(gradients), seen.logits, seen.features, norms, dropped, bound
         )
@@ -341,9 +341,9 @@ class ClippingEngine:
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
             seen = self._record(part, bound, capture)
             finite = finite and bool(seen.finite.all())
-            own = torch.zeros(seen.book.units.count, dtype=torch.float64, device=ids.device)
+            own = torch.zeros(seen.tape.units.count, dtype=torch.float64, device=ids.device)
             own[0] = 1
-            for name, gradient in seen.book.weighted_sum(own).items():
+            for name, gradient in seen.tape.weighted_sum(own).items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
             logits.append(seen.logits)
             features.append(seen.features)
@@ -415,10 +415,10 @@ class OpenPass:
         self.check()
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         like = next(p for p in model.parameters() if p.requires_grad)
-        self._book = Tape(units, like.device)
+        self._tape = Tape(units, like.device)
         self._anchor = like.detach().new_zeros((), requires_grad=True)
         self._rows = rows
-        self._plain = Plain(model, rows, self._book, self._anchor)
+        self._plain = Plain(model, rows, self._tape, self._anchor)
 
     def check(self) -> None:
         """Refuse a network that cannot be clipped right as it stands."""
@@ -427,7 +427,7 @@ class OpenPass:
     def recording(self) -> TapeRecorder:
         """The context in which the network is called."""
         self.check()
-        return TapeRecorder(self._plain, self._rows, self._book, self._anchor)
+        return TapeRecorder(self._plain, self._rows, self._tape, self._anchor)
 
     def finish(self, losses: Tensor) -> ClippedSum:
         """The sum over units of clipped gradients of their images' mean loss; see `ClippedSum`.
@@ -445,14 +445,14 @@ class OpenPass:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             torch.autograd.grad(total, [self._anchor], allow_unused=True)
             self._plain.settle()
-            norms = self._book.squared_norms().sqrt()
+            norms = self._tape.squared_norms().sqrt()
             finite = torch.isfinite(losses.detach())
             dropped = ~torch.isfinite(norms) | self._units.any_image(~finite)
             if dropped.any():
-                self._book.drop(dropped)
+                self._tape.drop(dropped)
             limit = self._bound.norm / (1 + _margin(self._model))
             factors = _factors(limit, norms).masked_fill(dropped, 0.0)
-            gradients = _every_parameter(self._model, self._book.weighted_sum(factors))
+            gradients = _every_parameter(self._model, self._tape.weighted_sum(factors))
         return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
 
 

@@ -51,28 +51,28 @@ class Convolution(torch.autograd.Function):
         bias: Tensor | None,
         shape: ConvShape,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         y, patches = forward(x, weight, bias, shape)
         ctx.save_for_backward(x, weight, patches)
-        ctx.shape, ctx.names, ctx.book = shape, names, book
+        ctx.shape, ctx.names, ctx.tape = shape, names, tape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, patches = ctx.saved_tensors
-        shape, book = ctx.shape, ctx.book
+        shape, tape = ctx.shape, ctx.tape
         weight_name, bias_name = ctx.names
         if bias_name is not None:
-            book.add_rows(bias_name, g.sum((2, 3)))
+            tape.add_rows(bias_name, g.sum((2, 3)))
         if weight_name is not None:
             read, reading = without_skipped_pixels(x, shape)
-            scaled = book.by_channel(weight_name, g)
+            scaled = tape.by_channel(weight_name, g)
             if gram_is_cheaper(g, read, reading):
-                book.add_pair(weight_name, scaled, read, reading, patches)
+                tape.add_pair(weight_name, scaled, read, reading, patches)
             else:
-                book.add_parts(weight_name, per_image_weight_gradient(scaled, read, reading))
+                tape.add_parts(weight_name, per_image_weight_gradient(scaled, read, reading))
         onward = input_gradient(g, x, weight, shape) if ctx.needs_input_grad[0] else None
         return onward, None, None, None, None, None, None
 
@@ -88,28 +88,28 @@ class Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.names, ctx.book = names, book
+        ctx.names, ctx.tape = names, tape
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        book = ctx.book
+        tape = ctx.tape
         weight_name, bias_name = ctx.names
         if bias_name is not None:
-            book.add_rows(bias_name, _over_places(g))
+            tape.add_rows(bias_name, _over_places(g))
         if weight_name is not None:
             shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
             outer, inner = _as_pixels(g), _as_pixels(x)
-            scaled = book.by_channel(weight_name, outer)
+            scaled = tape.by_channel(weight_name, outer)
             if x.dim() == 2 or gram_is_cheaper(outer, inner, shape):
-                book.add_pair(weight_name, scaled, inner, shape)
+                tape.add_pair(weight_name, scaled, inner, shape)
             else:
-                book.add_parts(weight_name, per_image_weight_gradient(scaled, inner, shape))
+                tape.add_parts(weight_name, per_image_weight_gradient(scaled, inner, shape))
         return (g @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
 
 
@@ -134,11 +134,11 @@ class LayerNorm(torch.autograd.Function):
         shape: list[int],
         eps: float,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.shape, ctx.names, ctx.book = shape, names, book
+        ctx.shape, ctx.names, ctx.tape = shape, names, tape
         return y
 
     @staticmethod
@@ -148,10 +148,10 @@ class LayerNorm(torch.autograd.Function):
         weight_name, bias_name = ctx.names
         between = tuple(range(1, x.dim() - len(ctx.shape)))
         if bias_name is not None:
-            ctx.book.add_rows(bias_name, g.sum(between) if between else g)
+            ctx.tape.add_rows(bias_name, g.sum(between) if between else g)
         if weight_name is not None:
             rows = (x - mean).mul_(rstd).mul_(g)
-            ctx.book.add_rows(weight_name, rows.sum(between) if between else rows)
+            ctx.tape.add_rows(weight_name, rows.sum(between) if between else rows)
         onward = None
         if ctx.needs_input_grad[0]:
             onward = torch.ops.aten.native_layer_norm_backward(
@@ -172,10 +172,10 @@ class Embedding(torch.autograd.Function):
         _bias: None,
         padding: int | None,
         name: str,
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.padding, ctx.name, ctx.book, ctx.table = padding, name, book, len(weight)
+        ctx.padding, ctx.name, ctx.tape, ctx.table = padding, name, tape, len(weight)
         return F.embedding(ids, weight)
 
     @staticmethod
@@ -186,7 +186,7 @@ class Embedding(torch.autograd.Function):
         g = g.reshape(*read.shape, g.shape[-1])
         if ctx.padding is not None:
             g = g.masked_fill((read == ctx.padding % ctx.table).unsqueeze(-1), 0)
-        ctx.book.add_lookup(ctx.name, g, read, ctx.table)
+        ctx.tape.add_lookup(ctx.name, g, read, ctx.table)
         return None, None, None, None, None, None, None
 
 
@@ -201,7 +201,7 @@ class GroupNorm(torch.autograd.Function):
         groups: int,
         eps: float,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         batch, channels = x.shape[:2]
         x = x.contiguous()
@@ -210,7 +210,7 @@ class GroupNorm(torch.autograd.Function):
             x, weight, bias, batch, channels, pixels, groups, eps
         )
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.groups, ctx.names, ctx.book = groups, names, book
+        ctx.groups, ctx.names, ctx.tape = groups, names, tape
         return y
 
     @staticmethod
@@ -234,9 +234,9 @@ class GroupNorm(torch.autograd.Function):
             [bool(ctx.needs_input_grad[0]), weight_name is not None, bias_name is not None],
         )
         if weight_name is not None:
-            ctx.book.add_rows(weight_name, scale_rows.view(batch, channels))
+            ctx.tape.add_rows(weight_name, scale_rows.view(batch, channels))
         if bias_name is not None:
-            ctx.book.add_rows(bias_name, shift_rows.view(batch, channels))
+            ctx.tape.add_rows(bias_name, shift_rows.view(batch, channels))
         onward = onward.view(x.shape) if ctx.needs_input_grad[0] else None
         return onward, None, None, None, None, None, None, None
 
@@ -255,10 +255,10 @@ class FrozenNorm(torch.autograd.Function):
         var: Tensor,
         eps: float,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.names, ctx.book = names, book
+        ctx.names, ctx.tape = names, tape
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
@@ -271,9 +271,9 @@ class FrozenNorm(torch.autograd.Function):
         if weight_name is not None:
             centered = x - mean.view(per_channel)
             rows = (centered.mul_(g).sum(pixels) if pixels else centered * g) * rstd
-            ctx.book.add_rows(weight_name, rows)
+            ctx.tape.add_rows(weight_name, rows)
         if bias_name is not None:
-            ctx.book.add_rows(bias_name, g.sum(pixels) if pixels else g)
+            ctx.tape.add_rows(bias_name, g.sum(pixels) if pixels else g)
         onward = None
         if ctx.needs_input_grad[0]:
             slope = rstd if weight is None else rstd * weight

@@ -77,10 +77,10 @@ class Plain:
     `refuse_other_uses` finds it.
     """
 
-    def __init__(self, model: nn.Module, count: int, book: Tape, anchor: Tensor) -> None:
+    def __init__(self, model: nn.Module, count: int, tape: Tape, anchor: Tensor) -> None:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
-        self._count, self._book, self._anchor = count, book, anchor
+        self._count, self._tape, self._anchor = count, tape, anchor
         # Both by identity: what stands in them is kept, so that no identity is used twice.
         self._derived: dict[int, tuple[Tensor, int, frozenset[str]]] = {}
         self._constants: dict[int, Tensor] = {}
@@ -107,7 +107,7 @@ class Plain:
         return not tensor.requires_grad and _memory(tensor) in self._constants
 
     def name(self, tensor: Tensor | None, *, first_axis: bool = True) -> str | None:
-        """The name under which the book keeps gradients of a weight; None if it does not train.
+        """The name under which the tape keeps gradients of a weight; None if it does not train.
 
         A parameter in another shape has the parameter's own (with its `first_axis`, for the
         weights of channels); what is otherwise derived has one that `settle` resolves.
@@ -124,7 +124,7 @@ class Plain:
         name = f"\0{id(tensor)}"
         self._followed[name] = tensor
         # Explicit rows, one per unit, are what can be followed back and added to others.
-        self._book.uses.update(dict.fromkeys((name, *sources), 2))
+        self._tape.uses.update(dict.fromkeys((name, *sources), 2))
         return name
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -164,10 +164,10 @@ class Plain:
         assert name is not None
         shape = self._named[name].shape if name in self._named else tensor.shape
         if name in self._named:
-            self._book.uses.update([name])
+            self._tape.uses.update([name])
 
         def deliver(g: Tensor) -> None:
-            self._book.add_rows(name, g.reshape(len(g), *shape))
+            self._tape.add_rows(name, g.reshape(len(g), *shape))
 
         return _apply(Lift, self._anchor, tensor.detach(), self._count, deliver)
 
@@ -214,7 +214,7 @@ class Plain:
             return copies.expand(value.shape)
         if self._count == 1:
             return self.lift(value)[:, 0]
-        self._book.uses.update(dict.fromkeys(self.sources(value) or (), 2))
+        self._tape.uses.update(dict.fromkeys(self.sources(value) or (), 2))
 
         def deliver(g: Tensor) -> None:
             self._by_row.append((value, g))
@@ -223,9 +223,9 @@ class Plain:
 
     def settle(self) -> None:
         """After the backward pass: what was derived, followed back to the parameters."""
-        units = self._book.units
+        units = self._tape.units
         for name, value in self._followed.items():
-            rows = self._book.take(name)
+            rows = self._tape.take(name)
             if rows is not None:
                 self._follow(value, rows.view(-1, *value.shape))
         for value, g in self._by_row:
@@ -248,7 +248,7 @@ class Plain:
             )  # fmt: skip
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
-                self._book.add_unit_rows(name, gradient, unit)
+                self._tape.add_unit_rows(name, gradient, unit)
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -90,9 +90,9 @@ def _agree(
         seen = record(
             model, samples, targets, weights, units, forward=run, loss=loss, fallback=fallback
         )
-        norms = seen.book.squared_norms().sqrt()
+        norms = seen.tape.squared_norms().sqrt()
         factors = torch.arange(1.0, 1.0 + _SAMPLES, dtype=torch.float64, device=norms.device)
-        together = seen.book.weighted_sum(factors)
+        together = seen.tape.weighted_sum(factors)
         alone = {name: torch.zeros_like(p, requires_grad=False) for name, p in named.items()}
         lengths = []
         for i in range(_SAMPLES):

@@ -53,11 +53,11 @@ class TapeRecorder(TorchFunctionMode):
     operation and no earlier: frozen layers before it cost no backward pass.
     """
 
-    def __init__(self, plain: Plain, images: int, book: Tape, anchor: Tensor) -> None:
+    def __init__(self, plain: Plain, images: int, tape: Tape, anchor: Tensor) -> None:
         super().__init__()
         self._plain = plain
         self._images = images
-        self._book = book
+        self._tape = tape
         self._anchor = anchor
         self._time_first = False
         self._rules: dict[Any, Callable[..., Tensor | None]] = {
@@ -109,7 +109,7 @@ class TapeRecorder(TorchFunctionMode):
                 f"{self._images} images, so per-image gradients cannot be told apart: keep the "
                 "batch as the first dimension, or freeze this layer"
             )
-        self._book.uses.update(used)
+        self._tape.uses.update(used)
         return True
 
     def _convolution(self, dims: int) -> Callable[..., Tensor | None]:
@@ -187,8 +187,8 @@ class TapeRecorder(TorchFunctionMode):
             return self._convolve(x, weight, bias, shape, names).squeeze(2)
         flat = None if shape.transposed else shape.flat(weight)
         if flat is not None:
-            return apply(Convolution, x, self._anchor, weight, bias, flat, names, self._book)
-        return apply(Volume, x, self._anchor, weight, bias, shape, names, self._book)
+            return apply(Convolution, x, self._anchor, weight, bias, flat, names, self._tape)
+        return apply(Volume, x, self._anchor, weight, bias, shape, names, self._tape)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if self._plain.sources(x) is not None:
@@ -198,7 +198,7 @@ class TapeRecorder(TorchFunctionMode):
             # Inside attention: (time, images, features), or time and images in one.
             by_image = x.view(-1, self._images, x.shape[-1]).transpose(0, 1)
             self._enter(by_image, "attention", *names)
-            y = apply(Linear, by_image, self._anchor, weight, bias, names, self._book)
+            y = apply(Linear, by_image, self._anchor, weight, bias, names, self._tape)
             return y.transpose(0, 1).contiguous().view(*x.shape[:-1], -1)
         if not self._enter(x, "linear layer", *names):
             return None
@@ -207,7 +207,7 @@ class TapeRecorder(TorchFunctionMode):
                 f"the linear layer with parameter {names[0] or names[1]!r} is given a "
                 f"{x.dim()}-dimensional input: give batches (B, …, features)"
             )
-        return apply(Linear, x, self._anchor, weight, bias, names, self._book)
+        return apply(Linear, x, self._anchor, weight, bias, names, self._tape)
 
     def _matmul(self, x: Tensor, weight: Tensor, **_: Any) -> Tensor | None:
         """x @ weight, as a linear layer."""
@@ -242,8 +242,8 @@ class TapeRecorder(TorchFunctionMode):
                 f"the layer norm with parameter {names[0] or names[1]!r} normalizes over the "
                 "images of a batch, which mixes people's data"
             )
-        shape, book = list(normalized_shape), self._book
-        return apply(LayerNorm, x, self._anchor, weight, bias, shape, eps, names, book)
+        shape, tape = list(normalized_shape), self._tape
+        return apply(LayerNorm, x, self._anchor, weight, bias, shape, eps, names, tape)
 
     def _rms_norm(
         self,
@@ -290,8 +290,8 @@ class TapeRecorder(TorchFunctionMode):
             made: Tensor = self._plain.call(F.embedding, (ids, weight, padding_idx), {})
             return made
         self._enter(ids, "embedding", name)
-        padding, book = padding_idx, self._book
-        return apply(Embedding, ids, self._anchor, weight, None, padding, name, book)
+        padding, tape = padding_idx, self._tape
+        return apply(Embedding, ids, self._anchor, weight, None, padding, name, tape)
 
     def _group_norm(
         self,
@@ -304,8 +304,8 @@ class TapeRecorder(TorchFunctionMode):
         names = self._name(weight), self._name(bias)
         if not self._enter(x, "group norm", *names):
             return None
-        book, anchor = self._book, self._anchor
-        return apply(GroupNorm, x, anchor, weight, bias, num_groups, eps, names, book)
+        tape, anchor = self._tape, self._anchor
+        return apply(GroupNorm, x, anchor, weight, bias, num_groups, eps, names, tape)
 
     def _batch_norm(
         self,
@@ -326,9 +326,9 @@ class TapeRecorder(TorchFunctionMode):
             )
         if not self._enter(x, "batch norm", *names):
             return None
-        book, anchor = self._book, self._anchor
+        tape, anchor = self._tape, self._anchor
         mean, var = running_mean, running_var
-        return apply(FrozenNorm, x, anchor, weight, bias, mean, var, eps, names, book)
+        return apply(FrozenNorm, x, anchor, weight, bias, mean, var, eps, names, tape)
 
     def _instance_norm(
         self,
@@ -349,12 +349,12 @@ class TapeRecorder(TorchFunctionMode):
         names = self._name(weight), self._name(bias)
         if not self._enter(x, "instance norm", *names):
             return None
-        book, anchor = self._book, self._anchor
+        tape, anchor = self._tape, self._anchor
         if use_input_stats:
             groups = x.shape[1]
-            return apply(GroupNorm, x, anchor, weight, bias, groups, eps, names, book)
+            return apply(GroupNorm, x, anchor, weight, bias, groups, eps, names, tape)
         return apply(
-            FrozenNorm, x, anchor, weight, bias, running_mean, running_var, eps, names, book
+            FrozenNorm, x, anchor, weight, bias, running_mean, running_var, eps, names, tape
         )
 
 
@@ -369,9 +369,9 @@ _unguarded_attention = FunctionType(
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One forward and backward pass: the book it wrote and what it showed, in image order."""
+    """One forward and backward pass: the tape it wrote and what it showed, in image order."""
 
-    book: Tape
+    tape: Tape
     logits: Tensor
     features: Tensor | None
     finite: Tensor
@@ -411,7 +411,7 @@ def _record(
     images: Tensor,
     labels: Tensor,
     weights: Tensor,
-    book: Tape,
+    tape: Tape,
     capture: str | None,
     forward: Callable[[Tensor], Tensor],
     loss: Loss | None,
@@ -420,9 +420,9 @@ def _record(
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
         anchor = weights.new_zeros((), requires_grad=True)
-        plain = Plain(model, len(images), book, anchor)
+        plain = Plain(model, len(images), tape, anchor)
         slower = nullcontext() if fallback is None else fallback.entered(model, plain, len(images))
-        recorder = TapeRecorder(plain, len(images), book, anchor)
+        recorder = TapeRecorder(plain, len(images), tape, anchor)
         with slower, _captured(model, capture) as caught, recorder:
             output = forward(images)
         logits = getattr(output, "logits", output)
@@ -441,7 +441,7 @@ def _record(
             torch.autograd.grad(total, [anchor], allow_unused=True)
         plain.settle()
     finite = known & torch.isfinite(losses.detach())
-    return RecordedPass(book, logits.detach(), caught[-1] if caught else None, finite)
+    return RecordedPass(tape, logits.detach(), caught[-1] if caught else None, finite)
 
 
 @contextmanager

@@ -71,23 +71,23 @@ class Volume(torch.autograd.Function):
         bias: Tensor | None,
         shape: VolumeShape,
         names: tuple[str | None, str | None],
-        book: Tape,
+        tape: Tape,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.shape, ctx.names, ctx.book = shape, names, book
+        ctx.shape, ctx.names, ctx.tape = shape, names, tape
         return torch.convolution(x, weight, bias, *_how(shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        shape, book = ctx.shape, ctx.book
+        shape, tape = ctx.shape, ctx.tape
         weight_name, bias_name = ctx.names
         if bias_name is not None:
-            book.add_rows(bias_name, g.flatten(2).sum(2))
+            tape.add_rows(bias_name, g.flatten(2).sum(2))
         if weight_name is not None:
             outer, inner = (x, g) if shape.transposed else (g, x)
-            _write(book, weight_name, book.by_channel(weight_name, outer), inner, weight, shape)
+            _write(tape, weight_name, tape.by_channel(weight_name, outer), inner, weight, shape)
         onward = None
         if ctx.needs_input_grad[0]:
             onward = torch.ops.aten.convolution_backward(
@@ -103,15 +103,15 @@ def _how(shape: VolumeShape) -> tuple[Any, ...]:
 
 
 def _write(
-    book: Tape, name: str, outer: Tensor, inner: Tensor, weight: Tensor, shape: VolumeShape
+    tape: Tape, name: str, outer: Tensor, inner: Tensor, weight: Tensor, shape: VolumeShape
 ) -> None:
     flat = shape.flat(weight)
     if flat is not None:
         inner, flat = without_skipped_pixels(inner, flat)
         if gram_is_cheaper(outer, inner, flat):
-            book.add_pair(name, outer, inner, flat)
+            tape.add_pair(name, outer, inner, flat)
         else:
-            book.add_parts(name, per_image_weight_gradient(outer, inner, flat))
+            tape.add_parts(name, per_image_weight_gradient(outer, inner, flat))
         return
     made = outer.shape[2:]
     outer = outer.flatten(2)
@@ -122,7 +122,7 @@ def _write(
     places = inner.new_empty(1).expand(1, unfolded.weight_shape[1], outer.shape[2], 1)
     if shape.groups == 1 and gram_is_cheaper(outer.unsqueeze(3), places, unfolded):
         patches = torch.stack(list(_seen_by_taps(inner, shape, made)), dim=2)
-        book.add_pair(name, outer.unsqueeze(3), patches.flatten(1, 2).unsqueeze(3), unfolded)
+        tape.add_pair(name, outer.unsqueeze(3), patches.flatten(1, 2).unsqueeze(3), unfolded)
         return
     batch, groups = len(outer), shape.groups
     rows = outer.new_empty(math.prod(shape.kernel), batch, math.prod(weight.shape[:2]))
@@ -130,7 +130,7 @@ def _write(
     for tap, seen in enumerate(_seen_by_taps(inner, shape, made)):
         other = seen.reshape(batch * groups, -1, outer.shape[2])
         rows[tap] = torch.bmm(apart, other.transpose(1, 2)).view(batch, -1)
-    book.add_parts(name, rows)
+    tape.add_parts(name, rows)
 
 
 def _seen_by_taps(x: Tensor, shape: VolumeShape, made: torch.Size) -> Iterator[Tensor]:
