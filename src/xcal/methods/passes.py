@@ -140,8 +140,8 @@ def _numbers(model: nn.Module, images: Tensor, labels: Tensor) -> Iterator[Tenso
     logits, features = seen.logits.detach(), seen.features.detach()
     yield logits
     yield features
-    yield from seen.book.by_image()
-    yield seen.book.squared_norms()
+    yield from seen.tape.by_image()
+    yield seen.tape.squared_norms()
     head = head_weight_of(model)
     chosen = logits.argmax(dim=1)
     if head is None:
@@ -160,8 +160,8 @@ def _training_numbers(
 ) -> Iterator[Tensor]:
     seen = _recorded(model, inputs, labels, forward=forward)
     yield seen.logits.detach()
-    yield from seen.book.by_image()
-    yield seen.book.squared_norms()
+    yield from seen.tape.by_image()
+    yield seen.tape.squared_norms()
 
 
 def _recorded(
