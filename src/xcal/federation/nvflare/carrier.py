@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from nvflare.apis.controller_spec import Task
@@ -14,7 +15,8 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 
 from xcal.errors import UserError
-from xcal.federation.nvflare.executor import MESSAGE, TASK
+from xcal.federation.nvflare.executor import MEMBERS, MESSAGE, TASK
+from xcal.federation.nvflare.members import FILE, Members
 
 
 class Stopped(Exception):
@@ -35,6 +37,7 @@ class FlareCarrier:
         self.sites: dict[str, str] = {}  # FLARE's name of each client
         self._late: list[str] = []
         self._gone: set[str] = set()
+        self.folder: Path | None = None  # of the server's party, for its list of members
 
     def gone(self, site: str) -> None:
         """FLARE has given a site up: no round waits for it, though it may still be asked."""
@@ -50,6 +53,14 @@ class FlareCarrier:
     def late(self) -> list[str]:
         told, self._late = sorted(set(self._late)), []
         return told
+
+    def _members(self) -> tuple[bytes | None, frozenset[str]]:
+        """The list as it is now, and whom it shuts out: a run asks them no more."""
+        if self.folder is None or not (self.folder / FILE).exists():
+            return None, frozenset()
+        data = (self.folder / FILE).read_bytes()
+        root = self.folder / "kit" / "startup" / "rootCA.pem"
+        return data, Members.read(data, root, str(self.folder / FILE)).shut_out()
 
     def exchange(
         self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
@@ -72,9 +83,13 @@ class FlareCarrier:
             return received
 
         tasks = []
+        listed, shut_out = self._members()
+        messages = {c: m for c, m in messages.items() if self.sites[c] not in shut_out}
         for client, message in messages.items():
             data = Shareable()
             data[MESSAGE] = message
+            if listed is not None:
+                data[MEMBERS] = listed
             task = Task(
                 name=TASK,
                 data=data,

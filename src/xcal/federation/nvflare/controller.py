@@ -64,7 +64,8 @@ class XcalController(ModelController):
         return self._watch.told()
 
     def run(self) -> None:
-        runs = Path(self.engine.get_workspace().get_root_dir()).parent / "runs"
+        self._carrier.folder = Path(self.engine.get_workspace().get_root_dir()).parent
+        runs = self._carrier.folder / "runs"
         path = runs / self._run_name
         try:
             folder = self._folder(path)
