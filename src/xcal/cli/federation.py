@@ -153,7 +153,7 @@ def members_command(
     folder: Path = typer.Argument(..., help="The coordinator's folder, or a party's."),
     listed: Path | None = typer.Argument(None, metavar="[LIST]", help="A newer list to take."),
 ) -> None:
-    """Show who joined, renewed a key or was shut out; with LIST, take the coordinator's newer one."""
+    """Show who joined, renewed a key or was shut out; with LIST, take a newer one."""
     from xcal.federation.nvflare import members, provision
     from xcal.federation.nvflare.parties import Party
 

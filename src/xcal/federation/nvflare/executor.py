@@ -37,7 +37,9 @@ class XcalExecutor(Executor):
         given, listed = shareable.get(MESSAGE), shareable.get(MEMBERS)
         if isinstance(listed, bytes):
             try:
-                for entry in take(kit.parent, listed, kit / "startup" / "rootCA.pem", "The server's"):
+                for entry in take(
+                    kit.parent, listed, kit / "startup" / "rootCA.pem", "The server's"
+                ):
                     self.logger.warning(entry.text())  # who joined, renewed or was shut out
             except UserError as error:  # nothing that a round depends on
                 self.logger.error(str(error))
@@ -48,7 +50,9 @@ class XcalExecutor(Executor):
 
         try:
             # Anything but bytes is for the core to refuse: it logs what it refuses.
-            sent = answer(site_dir_in(kit.parent), given if isinstance(given, bytes) else b"", on_step)
+            sent = answer(
+                site_dir_in(kit.parent), given if isinstance(given, bytes) else b"", on_step
+            )
         except _Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         result = Shareable()

@@ -89,13 +89,9 @@ class Members:
     federation: str
     entries: tuple[Entry, ...] = ()
 
-    def with_entry(
-        self, event: Event, name: str, role: str, key: str, reason: str = ""
-    ) -> Members:
+    def with_entry(self, event: Event, name: str, role: str, key: str, reason: str = "") -> Members:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Members(
-            self.federation, (*self.entries, Entry(now, event, name, role, key, reason))
-        )
+        return Members(self.federation, (*self.entries, Entry(now, event, name, role, key, reason)))
 
     def keys(self, name: str) -> list[str]:
         """All keys that a name was ever given, the newest last."""

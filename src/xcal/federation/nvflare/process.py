@@ -18,6 +18,7 @@ from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import require_nvflare
 
 MAIN = "xcal.federation.nvflare.main"
+PATIENCE = 5.0  # seconds that a killed server's port may take to become free
 MODULES = {
     "server": ("nvflare.private.fed.app.server.server_train", "fed_server.json"),
     "site": ("nvflare.private.fed.app.client.client_train", "fed_client.json"),
@@ -69,7 +70,7 @@ def start(party: Party, *, foreground: bool = False) -> int:
     if running:
         raise UserError(f"{party.about.name} runs already, as process {running[0]}.")
     words, env = command(party), environment(party)
-    if party.about.role == "server" and not port_is_free(party):
+    if party.about.role == "server" and not port_is_free(party, PATIENCE):
         raise UserError(f"Port {party.about.port} is in use by another process: free it first.")
     members = known(party.folder, party.root)
     if members is not None and own_key(party) in members.revoked:
@@ -95,16 +96,20 @@ def start(party: Party, *, foreground: bool = False) -> int:
     )
 
 
-def port_is_free(party: Party) -> bool:
-    """Whether a server could listen on its port now."""
+def port_is_free(party: Party, patience: float = 0.0) -> bool:
+    """Whether a server could listen on its port, now or within some seconds."""
     address = "127.0.0.1" if party.about.server == "localhost" else "0.0.0.0"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, party.about.port))
-        except OSError:
-            return False
-    return True
+    deadline = time.monotonic() + patience
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, party.about.port))
+                return True
+            except OSError:
+                if time.monotonic() >= deadline:
+                    return False
+        time.sleep(0.2)
 
 
 def own_key(party: Party) -> str:

@@ -240,6 +240,10 @@ def round_line(record: dict[str, Any], total: int | None) -> str:
     for kind in ("missing", "exhausted"):
         if record.get(kind):
             parts.append(f"{kind}: {', '.join(record[kind])}")
+    versions = record.get("versions", {})
     for client, code in record.get("refused", {}).items():
-        parts.append(f"{client} refused ({code})")
+        told = (
+            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
+        )
+        parts.append(f"{client} refused ({code}{told})")
     return ", ".join(parts)
