@@ -139,7 +139,7 @@ class Members:
             if not signed_by(public_key, canonical(values), signature):
                 raise problem
             names = {f.name for f in fields(Entry)}
-            entries = tuple(Entry(**{k: str(e[k]) for k in names}) for e in values["entries"])
+            entries = tuple(Entry(**{k: str(e[k]) for k in names}) for e in values["entries"])  # type: ignore[arg-type]
             if any(e.event not in EVENTS for e in entries):
                 raise problem
             return Members(str(values["federation"]), entries)
