@@ -134,6 +134,18 @@ def test_a_refusal_is_logged_on_both_sides(tmp_path: Path) -> None:
     assert len((sites["1"] / "refusals.jsonl").read_text().splitlines()) == 3
 
 
+def test_after_a_refusal_of_epsilon_the_hint_is_a_new_run(tmp_path: Path) -> None:
+    """Resuming would ask for the same ε again."""
+    experiment = make_experiment({**KEYS, "quorum": 3})
+    sites = sites_in(tmp_path, experiment)
+    path = sites["1"] / "policy.toml"
+    path.write_text(path.read_text().replace("epsilon_run = 8.0", "epsilon_run = 1.0"))
+    folder = start(tmp_path / "run", experiment)
+    with pytest.raises(UserError, match=r"1 refused \(epsilon-run\).*submit a new run") as told:
+        run_experiment(folder, None, prepare_remote(experiment, NAMES), Post(sites))
+    assert "resume" not in str(told.value)
+
+
 @pytest.mark.parametrize("lie", [b"", b"nonsense", b"\xff" * 4000])
 def test_an_answer_that_is_none_spoils_nothing(tmp_path: Path, lie: bytes) -> None:
     experiment = make_experiment({**KEYS, "quorum": 2, "rounds": 1})

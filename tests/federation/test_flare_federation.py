@@ -106,7 +106,7 @@ def test_a_request_beyond_a_sites_policy_is_refused(federation: Federation) -> N
     for site_dir in sites:  # logged with the detail at the site, which nothing was charged to
         last = json.loads((site_dir / "refusals.jsonl").read_text().splitlines()[-1])
         assert last["code"] == "epsilon-run"
-        assert "policy allows 8" in last["detail"]
+        assert "epsilon_run = 8 in policy.toml" in last["detail"]
     assert before == [len(read_rows(site_dir / "ledger.sqlite")) for site_dir in sites]
 
 

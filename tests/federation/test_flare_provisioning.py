@@ -32,7 +32,7 @@ SOURCE = """
 name = "pair"
 server = "localhost"
 port = {port}
-sites = ["one", "two"]
+sites = ["one", "two", "three"]
 """
 
 
@@ -47,8 +47,14 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> provision.Coordinat
 def site(coordinator: provision.Coordinator) -> Party:
     invited = Invitation.read(coordinator.invitation_file("one"))
     party = provision.join(invited, coordinator.folder.parent / "one")
-    provision.accept(party, provision.approve(coordinator, party.request_file))
+    provision.accept(party, approve(coordinator, party))
     return party
+
+
+def approve(coordinator: provision.Coordinator, party: Party, **options: object) -> Path:
+    """With the fingerprint that the party reads out."""
+    read_out = provision.key_fingerprint(party.request_file)
+    return provision.approve(coordinator, party.request_file, read_out, **options)  # type: ignore[arg-type]
 
 
 def copy(party: Party, to: Path) -> Party:
@@ -78,7 +84,7 @@ def test_private_keys_are_their_owners_alone(
 
 def test_what_travels_holds_no_key(coordinator: provision.Coordinator, tmp_path: Path) -> None:
     party = provision.join(Invitation.read(coordinator.invitation_file("two")), tmp_path / "two")
-    signed = provision.approve(coordinator, party.request_file)
+    signed = approve(coordinator, party)
     for path in (party.request_file, signed):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -106,14 +112,14 @@ def test_uninvited_and_other_roles_are_refused(
     stranger = Invitation(**{**vars(stranger), "name": "mallory"})
     party = provision.join(stranger, tmp_path / "mallory")
     with pytest.raises(UserError, match="did not invite"):
-        provision.approve(coordinator, party.request_file)
+        approve(coordinator, party)
     climber = Invitation(**{**vars(stranger), "name": "one", "role": "server"})
     party = provision.join(climber, tmp_path / "climber")
     with pytest.raises(UserError, match="another role"):
-        provision.approve(coordinator, party.request_file)
+        approve(coordinator, party)
     (tmp_path / "x.zip").write_bytes(b"PK nonsense")
     with pytest.raises(UserError, match="is no request"):
-        provision.approve(coordinator, tmp_path / "x.zip")
+        provision.approve(coordinator, tmp_path / "x.zip", "")
 
 
 def test_an_answer_of_another_ca_is_refused(
@@ -122,7 +128,9 @@ def test_an_answer_of_another_ca_is_refused(
     wrong = Invitation.read(coordinator.invitation_file("two"))
     wrong = Invitation(**{**vars(wrong), "fingerprint": "SHA256:" + ":".join(["AB"] * 32)})
     party = provision.join(wrong, tmp_path / "two")
-    signed = provision.approve(coordinator, party.request_file)
+    with pytest.raises(UserError, match="made for another federation"):
+        approve(coordinator, party)
+    signed = coordinator.folder / "approved" / f"{coordinator.about.lead}.signed.zip"
     with pytest.raises(UserError, match="ingerprint"):
         provision.accept(party, signed)
     assert not party.accepted()
@@ -160,9 +168,9 @@ def test_check_finds_a_port_in_use(coordinator: provision.Coordinator) -> None:
 def test_accept_makes_the_site_and_checks(
     coordinator: provision.Coordinator, tmp_path: Path, invoke: Invoke
 ) -> None:
-    invited = Invitation.read(coordinator.invitation_file("two"))
-    party = provision.join(invited, tmp_path / "two")
-    signed = provision.approve(coordinator, party.request_file)
+    invited = Invitation.read(coordinator.invitation_file("three"))
+    party = provision.join(invited, tmp_path / "three")
+    signed = approve(coordinator, party)
     words = ["federation", "accept", str(party.folder), str(signed), "--data", "smear"]
     code, _, err = invoke(*words)
     assert code == 2
@@ -247,7 +255,7 @@ def test_renewal_keeps_the_owners_settings(
     before = party.certificate.read_bytes()
     provision.renew(party)
     assert party.certificate.read_bytes() == before  # the old kit serves until the answer comes
-    provision.accept(party, provision.approve(coordinator, party.request_file))
+    provision.accept(party, approve(coordinator, party, renew=True))
     assert party.certificate.read_bytes() != before
     assert {p.name for p in party.kit.iterdir()} == {p.name for p in site.kit.iterdir()}
     assert {p.name for p in party.startup.iterdir()} == {p.name for p in site.startup.iterdir()}

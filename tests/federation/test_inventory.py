@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support import ROOT, TINY, tiny_site
 from wire import a_request, ask, changed
-from xcal.experiments import KEYS, experiment_type, make_experiment
+from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.messages import (
@@ -28,7 +28,7 @@ def test_every_field_of_the_messages_is_explained() -> None:
     names |= {f.name for f in fields(Refusal)}
     names |= {f.name for f in fields(Reply) if f.name != "answer"}
     assert {f.name for f in fields(RoundReply)} == {"report", "weights", "trace"}
-    names |= {"weights", "trained", "format", "kind"}
+    names |= {"weights", "trained", "format", "kind", "version"}
     assert names == set(EXPLAINED), "explain the field in federation/inventory.py"
 
 
@@ -59,4 +59,5 @@ def test_every_key_of_an_experiment_is_placed() -> None:
         extra = kind.model_fields[key].json_schema_extra
         assert isinstance(extra, dict) and "travels" in extra, f"say of {key} whether it travels"
     sent = public_keys(make_experiment({**TINY, "seed": 5}))
+    assert set(sent) == set(KEYS) - LOCAL_KEYS
     assert not {"seed", "noise", "sites", "data", "weights"} & set(sent)

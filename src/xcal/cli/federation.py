@@ -6,12 +6,16 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from xcal.cli.site import make_site
 from xcal.errors import UserError
+
+if TYPE_CHECKING:
+    from xcal.federation.nvflare.provision import Coordinator
 
 app = typer.Typer(
     help="A federation between hospitals: certificates, checks, runs.", no_args_is_help=True
@@ -61,7 +65,7 @@ def init_command(
             say(f"Send {made.invitation_file(name)} to {name}.")
         say("Tell each of them, by telephone, the fingerprint of this federation:")
         say(f"  {made.fingerprint}")
-        say(f"Then: xcal federation approve REQUEST.zip --coordinator {out}")
+        say(f"Then: xcal federation approve REQUEST.zip --coordinator {out} --fingerprint …")
         return
     from xcal.federation.nvflare.local import init_local
 
@@ -77,7 +81,7 @@ def join_command(
         None, "--renew", help="A party's existing folder: a new key for a new certificate."
     ),
 ) -> None:
-    """LoadedSite: make a key and a request. The key never leaves the folder."""
+    """Site: make a key and a request. The key never leaves the folder."""
     from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.parties import Invitation, Party
 
@@ -97,6 +101,8 @@ def join_command(
     say(f"  {invited.fingerprint}")
     say(f"Send {party.request_file} to the coordinator, who is told this fingerprint of it:")
     say(f"  {provision.key_fingerprint(party.request_file)}")
+    if renew is not None:
+        say("They approve it with --renew: it is signed with the present key.")
     say(f"When the answer comes: xcal federation accept {party.folder} ANSWER.zip")
 
 
@@ -104,19 +110,79 @@ def join_command(
 def approve_command(
     request: Path = typer.Argument(..., help="A site's request."),
     coordinator: Path = typer.Option(..., "--coordinator", help="The coordinator's folder."),
-    fingerprint: str | None = typer.Option(
-        None, "--fingerprint", help="What the site read to you; refused where it differs."
+    fingerprint: str = typer.Option(
+        ..., "--fingerprint", help="What the site read to you; refused where it differs."
+    ),
+    renew: bool = typer.Option(
+        False, "--renew", help="A new key for a member: its request is signed by the old one."
+    ),
+    override: str | None = typer.Option(
+        None,
+        "--override",
+        help="With --renew: the old key is lost, and why. It is revoked, and all sites are told.",
     ),
 ) -> None:
     """Coordinator: sign a request of an invited party."""
     from xcal.federation.nvflare import provision
 
-    found = provision.key_fingerprint(request)
-    if fingerprint is not None and fingerprint.strip().lower() != found:
-        raise UserError(f"{request} has the fingerprint {found}: it is not the site's request.")
-    signed = provision.approve(provision.Coordinator.find(coordinator), request)
-    say(f"Signed the key with the fingerprint {found}.")
-    say(f"Send {signed} back: it holds certificates only.")
+    made = provision.Coordinator.find(coordinator)
+    signed = provision.approve(made, request, fingerprint, renew=renew, override=override)
+    say(f"Signed the key with the fingerprint {provision.key_fingerprint(request)}.")
+    say(f"Send {signed} back: it holds certificates and the list of members.")
+    _tell_sites(made)
+
+
+@app.command("revoke")
+def revoke_command(
+    name: str = typer.Argument(..., help="A site, the lead, a viewer or the server."),
+    coordinator: Path = typer.Option(..., "--coordinator", help="The coordinator's folder."),
+    reason: str = typer.Option(..., "--reason", help="Why; all sites read it."),
+) -> None:
+    """Coordinator: shut somebody out. Server and sites refuse the key from then on."""
+    from xcal.federation.nvflare import provision
+
+    made = provision.Coordinator.find(coordinator)
+    for key in provision.revoke(made, name, reason):
+        say(f"Revoked {name}'s key {key}.")
+    say(f"A running round asks {name} no more; restart the server to cut its connection.")
+    _tell_sites(made)
+
+
+@app.command("members")
+def members_command(
+    folder: Path = typer.Argument(..., help="The coordinator's folder, or a party's."),
+    listed: Path | None = typer.Argument(None, metavar="[LIST]", help="A newer list to take."),
+) -> None:
+    """Show who joined, renewed a key or was shut out; with LIST, take a newer one."""
+    from xcal.federation.nvflare import members, provision
+    from xcal.federation.nvflare.parties import Party
+
+    if (folder / "party.json").exists():
+        party = Party.find(folder)
+        party.require_kit()
+        if listed is not None:
+            try:
+                data = listed.read_bytes()
+            except OSError:
+                raise UserError(f"{listed} cannot be read: check the path.") from None
+            members.take(party.folder, data, party.root, str(listed))
+        found = members.known(party.folder, party.root)
+    elif listed is not None:
+        raise UserError(f"{folder} is no party's folder: only a party takes a list.")
+    else:
+        found = provision.Coordinator.find(folder).members()
+    if found is None:
+        say("No list of members yet: it comes with the next round.")
+        return
+    for entry in found.entries:
+        say(entry.text())
+
+
+def _tell_sites(made: Coordinator) -> None:
+    say(
+        f"{made.members_file} goes to the sites with the next round; a server that lies elsewhere,"
+        " and a site that shall know at once, takes it: xcal federation members FOLDER LIST"
+    )
 
 
 @app.command("accept")
@@ -124,7 +190,7 @@ def accept_command(
     folder: Path = typer.Argument(..., help="The party's folder."),
     answer: Path = typer.Argument(..., help="The coordinator's answer."),
     data: str | None = typer.Option(
-        None, help="Make a site's site too: the imported data set it trains on."
+        None, help="Make the site's directory too: the imported data set it trains on."
     ),
     population: str | None = typer.Option(None, help="With --data: whose data these are."),
     epsilon: float | None = typer.Option(
@@ -142,10 +208,10 @@ def accept_command(
         None, help="With --data: declared number of units, at least as many as there are."
     ),
 ) -> None:
-    """LoadedSite: build the kit from the answer, with hardened policies, and check it.
+    """Site: build the kit from the answer, with hardened policies, and check it.
 
-    With --data, --population, --epsilon and --delta it also makes the site's site and its
-    policy.toml, as `xcal site init` does.
+    With --data, --population, --epsilon and --delta it also makes the site's directory and
+    its policy.toml, as `xcal site init` does.
     """
     from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.check import check_party
@@ -333,7 +399,7 @@ def fetch_command(
     lead: Path | None = LEAD,
     out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
 ) -> None:
-    """Lead: bring a run's results site."""
+    """Lead: bring a run's results home."""
     from xcal.federation.nvflare import runs
 
     for line in runs.fetch(_lead(lead), run, out):

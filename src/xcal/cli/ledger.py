@@ -87,7 +87,7 @@ def show_command(
     rows: int = typer.Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
-    from xcal.dp.ledger.analysis import lifetime_text
+    from xcal.dp.ledger.analysis import lifetime_text, spending
     from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, terms_of
     from xcal.federation.ledgers_of import find_ledgers
 
@@ -102,9 +102,9 @@ def show_command(
         )
         table = Table()
         words = ("run", "method", "accountant")
-        for name in (*words, "ε", "δ", "order", "charges", "Σρ", "R", "Σρ/R"):
+        for name in (*words, "ε", "δ", "ε spent", "order", "charges", "Σρ", "R", "Σρ/R"):
             table.add_column(name, justify="left" if name in words else "right")
-        for run in runs_of(lines).values():
+        for run, paid in zip(runs_of(lines).values(), spending(lines), strict=True):
             charges = charges_of(lines, run.run)
             spent = sum(c.cost for c in charges)
             private = run.budget is not None
@@ -114,6 +114,7 @@ def show_command(
                 run.accountant if private else "–",
                 f"{run.epsilon:g}" if private else "∞",
                 f"{run.delta:g}" if private else "–",
+                f"{paid['epsilon_spent']:.4g}" if private else "∞",
                 f"{run.order:g}" if private else "–",
                 str(len(charges)),
                 f"{spent:.6g}" if private else "∞",
@@ -136,24 +137,85 @@ def show_command(
 
 @app.command("verify")
 def verify_command(
-    path: Path = typer.Argument(..., help="A ledger, a site or a run's folder."),
+    path: Path = typer.Argument(..., help="A ledger, a site, a run's folder or a signed page."),
+    ledger: Path | None = typer.Option(
+        None, "--ledger", help="With a page: the site whose ledger still has to contain it."
+    ),
 ) -> None:
-    """Check chain, head, every cost and every limit; exit 0, or 1 naming the row."""
-    from xcal.dp.ledger.analysis import lifetime_text
+    """Check chain, head, every cost and every limit; exit 0, or 1 naming the row.
+
+    Of a page made by `xcal ledger certificate`: its signature, and with --ledger that the ledger
+    still contains what it was made from.
+    """
+    from xcal.dp.ledger.analysis import lifetime_text, spending_text
     from xcal.dp.ledger.rows import read_rows, verify
+    from xcal.errors import UserError
     from xcal.federation.ledgers_of import find_ledgers
 
+    if path.suffix.lower() in (".html", ".htm"):
+        _verify_page(path, ledger)
+        return
+    if ledger is not None:
+        raise UserError("--ledger goes with a page that `xcal ledger certificate` made.")
     failed = False
     for found in find_ledgers(path):
         check = verify(found)
         if check.ok:
-            told = lifetime_text(read_rows(found))
+            rows = read_rows(found)
+            told = "; ".join(filter(None, (lifetime_text(rows), spending_text(rows))))
             typer.echo(f"{found}: {check.rows} rows, all in order; {told}")
         else:
             failed = True
             typer.echo(f"{found}: row {check.row} {check.problem}", err=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _verify_page(path: Path, ledger: Path | None) -> None:
+    from xcal.errors import UserError
+    from xcal.federation.certificate import check_against, read_certificate
+    from xcal.federation.ledgers_of import find_ledgers
+
+    found: list[Path] = [] if ledger is None else list(find_ledgers(ledger))
+    if len(found) > 1:
+        raise UserError(f"{ledger} has {len(found)} ledgers: name one client's.")
+    try:
+        page = read_certificate(path)
+        for one in found:
+            check_against(page, one)
+    except UserError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    head = page.facts["head"]
+    typer.echo(
+        f"{path}: signed by {page.facts['site']} with the key {page.key}, and unchanged;"
+        f" made {page.facts['made']} of {head['rows']} rows, head {head['hash'][:12]}."
+    )
+    if not found:
+        typer.echo("Whether its ledger still says so: add --ledger SITE.")
+    else:
+        typer.echo(f"{found[0]} contains it.")
+
+
+@app.command("certificate")
+def certificate_command(
+    site_dir: Path = typer.Argument(..., help="A site."),
+    out: Path = typer.Option(..., "--out", help="The page to write (.html)."),
+) -> None:
+    """One signed page for the data-protection officer: what was paid, to whom, what is left."""
+    from xcal.errors import UserError
+    from xcal.federation.certificate import KEY, certificate, read_certificate
+    from xcal.federation.files import write_bytes
+
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{out} is no page: give it a name that ends in .html.")
+    if not out.parent.is_dir():
+        raise UserError(f"There is no folder {out.parent}: make it first.")
+    write_bytes(out, certificate(site_dir))
+    made = read_certificate(out)
+    typer.echo(f"Wrote {out}, signed with {site_dir / KEY}. Its public key:")
+    typer.echo(f"  {made.key}")
+    typer.echo(f"To check it: xcal ledger verify {out} --ledger {site_dir}")
 
 
 @app.command("backup")

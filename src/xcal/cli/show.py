@@ -94,19 +94,23 @@ class LiveProgress:
         self._console.print(text)
 
     def round(self, record: dict[str, Any]) -> None:
-        """F1 on public validation images, share of the budget spent, mean σ, mean signal."""
+        """F1 on public validation images, ε spent (share of Σρ), mean σ, mean signal."""
         if not self._headed:
             self._console.print(
-                "  round  validation F1  budget spent   mean σ  signal  clients", style="bold"
+                "  round  validation F1  ε spent (of Σρ)   mean σ  signal  clients", style="bold"
             )
             self._headed = True
         clients = record["clients"]
-        spent = [c["share_spent"] for c in clients if c["share_spent"] is not None]
+        payers = clients
         if record.get("server") is not None:  # a trusted server's own budget
-            spent = [record["server"]["share_spent"]]
+            payers = [record["server"]]
+        paid = [p for p in payers if p.get("share_spent") is not None]
         sigma = [c["mean_sigma"] for c in clients if c["mean_sigma"] is not None]
         signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
-        most = f"{100 * max(spent):.1f} %" if spent else "–"
+        most = "–"
+        if paid:
+            top = max(paid, key=lambda p: p["share_spent"])
+            most = f"{number(top.get('epsilon_spent'))} ({100 * top['share_spent']:.1f} %)"
         asked = len(clients) + len(record.get("missing", ())) + len(record.get("refused", ()))
         absent = "".join(
             f", {len(record[what])} {what}"
@@ -115,7 +119,7 @@ class LiveProgress:
         )
         self._console.print(
             f"  {record['round'] + 1:>5}  {number(record['validation_macro_f1']):>13}"
-            f"  {most:>12}  {number(_mean(sigma)):>7}  {number(_mean(signal)):>6}"
+            f"  {most:>14}  {number(_mean(sigma)):>7}  {number(_mean(signal)):>6}"
             f"  {record['answered']} of {asked} trained{absent}"
         )
 

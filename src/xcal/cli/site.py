@@ -208,7 +208,7 @@ def show_command(
     refusals: int = typer.Option(5, help="How many of the last refusals to show."),
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
-    from xcal.dp.ledger.analysis import lifetime_text
+    from xcal.dp.ledger.analysis import lifetime_text, spending_text
     from xcal.dp.ledger.rows import read_rows, runs_of
     from xcal.federation.site_directory import SiteDirectory
 
@@ -239,6 +239,8 @@ def show_command(
         f" {lifetime_text(rows)}. `xcal ledger show {site_dir}` has the rows.",
         highlight=False,
     )
+    if runs:
+        console.print(f"Spent by the odometer: {spending_text(rows)}.", highlight=False)
     logged = opened.refusals()
     console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")
     for entry in logged[-refusals:] if refusals > 0 else []:

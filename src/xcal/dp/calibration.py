@@ -123,10 +123,15 @@ class Plan:
         Σρ + ln((α−1)/α) − (ln δ + ln α)/(α−1) at the plan's fixed order holds at any stopping time
         that depends on releases only. A plan by PLD keeps a share of δ for it.
         """
-        if spent <= 0:
-            return 0.0
-        delta = self.delta if self.accountant == "renyi" else self.delta * ODOMETER_SHARE
-        return min(self.epsilon, epsilon_at(self.order, spent, delta))
+        return odometer(self.order, spent, self.epsilon, self.delta, self.accountant)
+
+
+def odometer(order: float, spent: float, epsilon: float, delta: float, accountant: str) -> float:
+    """ε of Σρ at the order that was fixed before the first step (`Plan.odometer`)."""
+    if spent <= 0:
+        return 0.0
+    own = delta if accountant == "renyi" else delta * ODOMETER_SHARE
+    return min(epsilon, epsilon_at(order, spent, own))
 
 
 def require(condition: bool, sentence: str) -> None:

@@ -28,16 +28,19 @@ from xcal.federation.exchange import (
 )
 from xcal.federation.folder import RunFolder
 from xcal.federation.messages import (
+    EDITIONS,
     MAX_HEADER,
+    VERSION,
     Refusal,
     Request,
     decode_answer,
+    edition_of,
     encode_request,
     frozen_digest,
     public_keys,
 )
 from xcal.federation.outcome import measure_round, public_subset, write_preamble
-from xcal.federation.refusals import Refused
+from xcal.federation.refusals import TERMS, Refused
 from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
 from xcal.methods.context import trainable
@@ -117,11 +120,32 @@ class Remote:
         size = sum(p.numel() * p.element_size() for p in trainable(model).values())
         self._largest = size + 2 * MAX_HEADER  # no honest answer is longer
         self._progress = progress or NullCallback()
+        self._spoken: dict[str, str] = {}  # the edition of clients that are of another
 
     def ask(
         self, round_number: int, questions: Sequence[Question], timeout: float | None
     ) -> dict[str, Answer]:
-        messages = {q.client: encode_request(self._request(q)) for q in questions}
+        answers = self._exchange(round_number, questions, timeout)
+        # Who says no because of its version is asked again in that version, if it is spoken here.
+        again = []
+        for question in questions:
+            said = answers[question.client]
+            if isinstance(said, Refusal) and said.code == "other-version":
+                theirs = edition_of(said.version)
+                if theirs in EDITIONS and theirs != self._spoken.get(
+                    question.client, edition_of(VERSION)
+                ):
+                    self._spoken[question.client] = theirs
+                    again.append(question)
+        return {**answers, **self._exchange(round_number, again, timeout)} if again else answers
+
+    def _exchange(
+        self, round_number: int, questions: Sequence[Question], timeout: float | None
+    ) -> dict[str, Answer]:
+        messages = {
+            q.client: encode_request(self._request(q), self._spoken.get(q.client))
+            for q in questions
+        }
         came = self._carrier.exchange(round_number, messages, timeout)
         return {
             q.client: self._read(q, came[q.client]) if q.client in came else None for q in questions
@@ -150,7 +174,7 @@ class Remote:
         try:
             got = decode_answer(data, self._largest)
             if isinstance(got, Refusal):
-                return Refusal(question.client, got.code)
+                return Refusal(question.client, got.code, got.version)
             asked = question.request
             if (got.client, got.run, got.round) != (question.client, asked.run, asked.round):
                 return Refusal(question.client, "malformed")
@@ -274,13 +298,14 @@ class Coordinator:
         answers = transport.ask(t, questions, experiment.round_timeout)
         asked = [q.client for q in questions]
         replies = [a for a in map(answers.get, asked) if isinstance(a, RoundReply)]
-        refused = {c: a.code for c in asked if isinstance(a := answers.get(c), Refusal)}
+        no = {c: a for c in asked if isinstance(a := answers.get(c), Refusal)}
+        refused = {client: refusal.code for client, refusal in no.items()}
         missing = [c for c in asked if answers.get(c) is None]
         if refused:
-            self._log_refusals(t, refused)
+            self._log_refusals(t, no)
         if "diverged" in refused.values():
             self._diverged(t)
-        self._check_quorum(t, len(replies), len(asked), missing, refused)
+        self._check_quorum(t, len(replies), len(asked), missing, no)
         state.weights, state.server = server_round(
             t, state.weights, replies, self.rule, state.server
         )
@@ -303,6 +328,7 @@ class Coordinator:
             "exhausted": [r.report.client for r in replies if r.report.halted],
             "missing": missing,
             "refused": refused,
+            **_versions(no),
             "late": transport.late(),
             "clients": [asdict(r.report) for r in replies],
             "server": self.rule.report(state.server),
@@ -326,21 +352,40 @@ class Coordinator:
             f"Training diverged in round {t + 1}: lower lr (now {self.federation.experiment.lr:g})."
         )
 
-    def _log_refusals(self, t: int, refused: Mapping[str, str]) -> None:
+    def _log_refusals(self, t: int, refused: Mapping[str, Refusal]) -> None:
         self.folder.append_lines(
             "refusals.jsonl",
-            [{"round": t, "client": client, "code": code} for client, code in refused.items()],
+            [
+                {"round": t, "client": client, "code": no.code, **_versions({client: no})}
+                for client, no in refused.items()
+            ],
         )
 
     def _check_quorum(
-        self, t: int, answered: int, asked: int, missing: list[str], refused: dict[str, str]
+        self,
+        t: int,
+        answered: int,
+        asked: int,
+        missing: list[str],
+        refused: Mapping[str, Refusal],
     ) -> None:
         needed = min(self.federation.experiment.quorum or asked, asked)
         if answered >= needed:
             return
         why = [f"no answer from {', '.join(missing)}"] if missing else []
-        why += [f"{client} refused ({code})" for client, code in refused.items()]
+        why += [f"{client} refused ({no.text()})" for client, no in refused.items()]
+        terms = any(no.code in TERMS for no in refused.values())
         raise UserError(
             f"Round {t + 1} got {answered} of the {needed} answers it needs: {'; '.join(why)}."
-            " Nothing is lost: set it right and resume the run."
+            + (
+                " A run's terms do not change on the way: submit a new run that the sites allow."
+                if terms
+                else " Nothing is lost: set it right and resume the run."
+            )
         )
+
+
+def _versions(refused: Mapping[str, Refusal]) -> dict[str, dict[str, str]]:
+    """The numbers of who is of another version, beside the server's."""
+    others = {c: no.version for c, no in refused.items() if no.code == "other-version"}
+    return {"versions": {"server": VERSION, **others}} if others else {}

@@ -26,6 +26,7 @@ SIGNAL = "the ledger's charge of every step that releases a signal, jointly with
 
 INVENTORY: tuple[Field, ...] = (
     Field("format", "both", "version of the message format", "public", "a constant of the program"),
+    Field("version", "both", "version of the program", "public", "a constant of the program"),
     Field("kind", "both", "reply or refusal", "public", "which of the two this is"),
     Field("client", "both", "the client's name", "public", "known since it joined"),
     Field("run", "reply", "the run's name", "public", "repeats the request"),

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NoReturn
 
 import safetensors
@@ -22,14 +22,32 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
+from xcal import __version__
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
-from xcal.experiments import KEYS, LOCAL_KEYS, travels
+from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, names_of_today, travels
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.federation.refusals import CODES, Refused
 from xcal.methods.context import StepRecord, digest_tensors
 
 FORMAT = 1
+VERSION = __version__
+"""What this program speaks: it stands in every message and is read before anything else."""
+
+
+@dataclass(frozen=True)
+class Edition:
+    """How the requests of a minor version differ from today's."""
+
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of keys whose default is another now
+    unknown: frozenset[str] = frozenset()  # keys that it does not know
+
+
+# The minor versions that are spoken here, as server and as site. A key that is added or gets
+# another default makes a new minor version, and the old one's entry says what it lacks.
+EDITIONS: dict[str, Edition] = {"0.1": Edition()}
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -66,6 +84,38 @@ class Refusal:
 
     client: str
     code: str
+    version: str = field(default="", compare=False)  # what the client speaks, where it says so
+
+    def text(self) -> str:
+        """The code; where versions do not fit, with both numbers."""
+        if self.code != "other-version":
+            return self.code
+        return f"{self.code}: server {VERSION}, site {self.version or 'older than 0.1'}"
+
+
+def edition_of(version: str) -> str:
+    """The minor version, which is what fits or does not."""
+    return ".".join(version.split(".")[:2])
+
+
+def _defaults(edition: str) -> dict[str, Any]:
+    """What a request of that edition means by a key that it does not carry."""
+    about, kind = EDITIONS[edition], experiment_type()
+    now = {k: f.get_default() for k, f in kind.model_fields.items() if k not in LOCAL_KEYS}
+    return {k: v for k, v in {**now, **about.defaults}.items() if k not in about.unknown}
+
+
+def _carried(experiment: Mapping[str, Any], edition: str) -> dict[str, Any]:
+    """The keys that differ from the defaults of an edition; all of a method from elsewhere, whose
+    own defaults are known to its code alone."""
+    if ":" in str(experiment.get("method", "")):
+        return dict(experiment)
+    known, today = _defaults(edition), _defaults(edition_of(VERSION))
+    same = {k: known.get(k, today.get(k, _NOTHING)) for k in experiment}
+    return {k: v for k, v in experiment.items() if type(v) is not type(same[k]) or v != same[k]}
+
+
+_NOTHING = object()
 
 
 def public_keys(experiment: Experiment) -> dict[str, Any]:
@@ -83,19 +133,23 @@ def frozen_digest(model: torch.nn.Module) -> str:
 
 
 def _encode(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    text = json.dumps({"format": FORMAT, "kind": kind, **values}, allow_nan=False)
+    head = {"format": FORMAT, "version": VERSION, "kind": kind}
+    text = json.dumps({**head, **values}, allow_nan=False)
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     data: bytes = tensors_to_bytes(plain, {"xcal": text})
     return data
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: Request, edition: str | None = None) -> bytes:
+    """A request, in the words of an edition: today's, or one that the client says it speaks."""
+    spoken = edition or edition_of(VERSION)
     values = {
+        "edition": spoken,
         "client": request.client,
         "run": request.run,
         "round": request.round,
         "own_rounds": list(request.own_rounds),
-        "experiment": request.experiment,
+        "experiment": _carried(request.experiment, spoken),
         "initial_seed": request.initial_seed,
         "frozen": request.frozen,
         "head": None if request.head is None else [request.head.count, request.head.hash],
@@ -122,7 +176,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    return _encode("refusal", asdict(refusal), {})
+    return _encode("refusal", {"client": refusal.client, "code": refusal.code}, {})
 
 
 # --- from bytes -----------------------------------------------------------------------------------
@@ -160,7 +214,7 @@ def _header(data: bytes) -> dict[str, Any]:
     return values
 
 
-def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights]:
+def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights, str]:
     if len(data) > limit:
         raise Refused(
             "too-large", f"A message of {len(data)} bytes came, and {limit} are allowed: refused."
@@ -168,12 +222,22 @@ def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights]:
     values = _header(data)
     if values.pop("format", None) != FORMAT:
         raise _malformed("it is of another format's version")
-    kind = values.pop("kind", None)
+    kind, version = values.pop("kind", None), values.pop("version", "")
+    if not isinstance(version, str) or not re.fullmatch(
+        r"([0-9]+\.[0-9][0-9A-Za-z.+-]{0,30})?", version
+    ):
+        raise _malformed("its version is none")
+    if kind == "request" and str(values.get("edition")) not in EDITIONS:
+        raise Refused(
+            "other-version",
+            f"The server speaks {version or 'an edition older than 0.1'} and this site {VERSION}:"
+            " install versions that fit (docs/deploy.md, Upgrades).",
+        )
     try:
         tensors = bytes_to_tensors(data)
     except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError):
         raise _malformed("its arrays cannot be read") from None
-    return str(kind), values, tensors
+    return str(kind), values, tensors, version
 
 
 class _Fields:
@@ -224,18 +288,27 @@ class _Fields:
 
 def decode_request(data: bytes, limit: int) -> Request:
     """A request, checked as far as that goes without knowing the network. Raises `Refused`."""
-    kind, values, weights = _decode(data, limit)
+    kind, values, weights, version = _decode(data, limit)
     if kind != "request":
         raise _malformed("it is no request")
     found = _Fields(values)
+    edition = found.take("edition", str)
     own = found.take("own_rounds", list)
     if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
         raise _malformed("its own rounds are no ascending numbers")
-    experiment = found.take("experiment", dict)
+    experiment = names_of_today(found.take("experiment", dict))
     # Keys of a method from elsewhere are known only to its code, which no message may run.
     extra = set(experiment) & LOCAL_KEYS
     if ":" not in str(experiment.get("method", "")):
-        extra |= set(experiment) - set(KEYS)
+        strange = set(experiment) - set(KEYS)
+        if strange and not extra and version != VERSION:
+            raise Refused(
+                "other-version",
+                f"The server, {version}, sets keys that this site's {VERSION} does not know:"
+                f" {', '.join(map(repr, sorted(strange)))[:200]}.",
+            )
+        extra |= strange
+        experiment = {**_defaults(edition), **experiment}
     if extra:
         raise Refused(
             "key-not-allowed",
@@ -297,10 +370,10 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
 
 def decode_answer(data: bytes, limit: int) -> Reply | Refusal:
     """A client's answer, for the server. Raises `Refused` where it is none."""
-    kind, values, weights = _decode(data, limit)
+    kind, values, weights, version = _decode(data, limit)
     found = _Fields(values)
     if kind == "refusal":
-        refusal = Refusal(found.take("client", str)[:100], found.take("code", str))
+        refusal = Refusal(found.take("client", str)[:100], found.take("code", str), version)
         found.end()
         if refusal.code not in CODES:
             raise _malformed("its code is unknown")

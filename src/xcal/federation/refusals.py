@@ -19,6 +19,7 @@ from xcal.plugins import OwnCodeError
 CODES: dict[str, str] = {
     "malformed": "the message cannot be read, or a field is missing, unknown or of another type",
     "too-large": "the message is larger than the client's policy allows",
+    "other-version": "server and client are of versions that do not fit; both numbers are told",
     "wrong-client": "the request is addressed to another client",
     "key-not-allowed": "the request sets a key that no server may set, such as noise or a seed",
     "experiment-invalid": "the request's keys are not an experiment this version accepts",
@@ -50,6 +51,12 @@ CODES: dict[str, str] = {
     "site": "the client's own files need its owner's attention",
     "internal": "something failed at the client; its owner finds the detail in the refusal log",
 }
+
+# Refusals of what a run asks for, which is fixed when it begins: resuming it changes nothing.
+TERMS = frozenset(
+    "epsilon-run delta-run epsilon-total delta-total delta-too-large sigma-too-low too-many-steps"
+    " batch-too-large method-not-allowed network-not-allowed unit-not-allowed no-guarantee".split()
+)
 
 
 class Refused(UserError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,8 +11,9 @@ from typing import Literal
 from xcal.data import catalog
 from xcal.data.images import Images
 from xcal.data.store import sizes_of
+from xcal.dp.ledger.analysis import lifetime_text, spending_text
 from xcal.dp.ledger.head import check_clock
-from xcal.dp.ledger.rows import check_head, covers, read_rows, terms_of, verify
+from xcal.dp.ledger.rows import Row, check_head, covers, read_rows, runs_of, terms_of, verify
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
@@ -51,8 +54,11 @@ def _ledger(site_dir: SiteDirectory) -> list[Finding]:
         return [Finding("problem", str(error))]
     if not found.ok:
         return [Finding("problem", f"the ledger's row {found.row} {found.problem}")]
-    checked = [Finding("ok", f"ledger: {found.rows} rows, all in order")]
-    terms = terms_of(read_rows(site_dir.ledger_path))
+    rows = read_rows(site_dir.ledger_path)
+    told = "; ".join(filter(None, (lifetime_text(rows), spending_text(rows))))
+    checked = [Finding("ok", f"ledger: {found.rows} rows, all in order; {told}")]
+    checked += _reserved(site_dir, rows)
+    terms = terms_of(rows)
     if terms.population != site_dir.about.population:
         checked.append(
             Finding(
@@ -74,6 +80,23 @@ def _ledger(site_dir: SiteDirectory) -> list[Finding]:
             Finding("problem", "the site is simulated, and its ledger protects a real population")
         )
     return checked
+
+
+def _reserved(site_dir: SiteDirectory, rows: Sequence[Row]) -> list[Finding]:
+    """What runs have reserved beyond what the policy allows by now: no further run is admitted."""
+    found = []
+    for name, letter in (("epsilon", "ε"), ("delta", "δ")):
+        reserved = math.fsum(getattr(run, name) or 0.0 for run in runs_of(rows).values())
+        total = getattr(site_dir.policy, f"{name}_total")
+        if reserved > total * (1 + 1e-9):
+            found.append(
+                Finding(
+                    "warning",
+                    f"runs reserved {letter} = {reserved:.6g}, above the {name}_total = {total:g}"
+                    " of policy.toml: no further run is admitted",
+                )
+            )
+    return found
 
 
 def _memory(site_dir: SiteDirectory) -> list[Finding]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from xcal.dp.accounting import budget_at, epsilon_rdp, step_cost, step_costs
-from xcal.dp.calibration import calibrate
+from xcal.dp.calibration import calibrate, odometer
 from xcal.dp.ledger.rows import Charge, Row, RunTerms, charges_of, runs_of, terms_of
 from xcal.dp.pld import epsilon_pld
 from xcal.errors import UserError
@@ -190,7 +190,12 @@ def lifetime(rows: Sequence[Row]) -> dict[str, Any]:
     if terms.rule == "renyi" and terms.order is not None:
         spent = math.fsum(r.body["lifetime_cost"] for r in rows if r.kind == "charge")
         budget = budget_at(terms.order, terms.epsilon, terms.delta)
-        return found | {"budget": budget, "spent": spent, "left": max(0.0, budget - spent)}
+        return found | {
+            "budget": budget,
+            "spent": spent,
+            "left": max(0.0, budget - spent),
+            "epsilon_spent": odometer(terms.order, spent, terms.epsilon, terms.delta, "renyi"),
+        }
     runs = runs_of(rows).values()
     epsilon = math.fsum(r.epsilon or 0.0 for r in runs)
     delta = math.fsum(r.delta or 0.0 for r in runs)
@@ -210,11 +215,65 @@ def lifetime_text(rows: Sequence[Row]) -> str:
     limit = f"({life['epsilon']:g}, {life['delta']:g})"
     if "budget" in life:
         share = 100 * life["spent"] / life["budget"]
-        return f"limit {limit} at order {life['order']:g}, {share:.2f} % of it spent"
+        return (
+            f"limit {limit}, spent ε = {life['epsilon_spent']:.4g} ({share:.2f} % of its Rényi"
+            f" budget at order {life['order']:g})"
+        )
     return (
         f"limit {limit}, reserved ε = {life['epsilon_reserved']:.6g} and δ ="
         f" {life['delta_reserved']:.6g}, left ε = {life['epsilon_left']:.6g} and δ ="
         f" {life['delta_left']:.6g}"
+    )
+
+
+def spending(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every run's target, and what of it was spent: ε by the odometer, and the share of its Σρ.
+
+    None: a method without a guarantee. The share says little about ε, which does not start at 0.
+    """
+    found = []
+    for run in runs_of(rows).values():
+        charges = charges_of(rows, run.run)
+        spent = math.fsum(c.cost for c in charges)
+        epsilon = share = None
+        if (
+            run.budget is not None
+            and run.order is not None
+            and run.epsilon is not None
+            and run.delta is not None
+        ):
+            share = spent / run.budget
+            epsilon = odometer(run.order, spent, run.epsilon, run.delta, run.accountant)
+        found.append(
+            {
+                "run": run.run,
+                "method": run.method,
+                "unit": run.unit,
+                "epsilon": run.epsilon,
+                "delta": run.delta,
+                "epsilon_spent": epsilon,
+                "share": share,
+                "charges": len(charges),
+            }
+        )
+    return found
+
+
+def spent_text(epsilon: float | None, share: float | None) -> str:
+    """What was spent, as ε with the share of Σρ beside it; each may be unknown."""
+    if epsilon is None:
+        return "–" if share is None else f"{100 * share:.1f} % of Σρ"
+    return f"ε = {epsilon:.3g}" + ("" if share is None else f" ({100 * share:.1f} % of Σρ)")
+
+
+def spending_text(rows: Sequence[Row]) -> str:
+    """The runs in words: what each has spent of its target."""
+    return "; ".join(
+        f"{one['run']}: {spent_text(one['epsilon_spent'], one['share'])} of"
+        f" {one['epsilon']:g} spent"
+        if one["epsilon"] is not None
+        else f"{one['run']}: ε = ∞"
+        for one in spending(rows)
     )
 
 

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from nvflare.apis.controller_spec import Task
@@ -14,7 +15,9 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
 
 from xcal.errors import UserError
-from xcal.federation.nvflare.executor import MESSAGE, TASK
+from xcal.federation.nvflare.executor import MEMBERS, MESSAGE, TASK
+from xcal.federation.nvflare.lost import Lost, lost_in
+from xcal.federation.nvflare.members import FILE, Members
 
 
 class Stopped(Exception):
@@ -35,6 +38,10 @@ class FlareCarrier:
         self.sites: dict[str, str] = {}  # FLARE's name of each client
         self._late: list[str] = []
         self._gone: set[str] = set()
+        self.folder: Path | None = None  # of the server's party, for its list of members
+        self.job_id = ""
+        self.lost: dict[str, Lost] = {}  # sites whose worker died in this job
+        self.on_lost: Callable[[str, Lost], None] = lambda *_: None
 
     def gone(self, site: str) -> None:
         """FLARE has given a site up: no round waits for it, though it may still be asked."""
@@ -50,6 +57,27 @@ class FlareCarrier:
     def late(self) -> list[str]:
         told, self._late = sorted(set(self._late)), []
         return told
+
+    def _members(self) -> tuple[bytes | None, frozenset[str]]:
+        """The list as it is now, and whom it shuts out: a run asks them no more."""
+        if self.folder is None or not (self.folder / FILE).exists():
+            return None, frozenset()
+        data = (self.folder / FILE).read_bytes()
+        root = self.folder / "kit" / "startup" / "rootCA.pem"
+        return data, Members.read(data, root, str(self.folder / FILE)).shut_out()
+
+    def _look_for_lost(self) -> None:
+        """A worker that died is not waited for until it is started again."""
+        if self.folder is None:
+            return
+        for site, found in lost_in(self.folder, self.job_id).items():
+            if self.lost.get(site) != found:
+                self.lost[site] = found
+                if found.gone:
+                    self.gone(site)
+                else:
+                    self.back(site)
+                self.on_lost(site, found)
 
     def exchange(
         self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
@@ -72,9 +100,14 @@ class FlareCarrier:
             return received
 
         tasks = []
+        self._look_for_lost()
+        listed, shut_out = self._members()
+        messages = {c: m for c, m in messages.items() if self.sites[c] not in shut_out}
         for client, message in messages.items():
             data = Shareable()
             data[MESSAGE] = message
+            if listed is not None:
+                data[MEMBERS] = listed
             task = Task(
                 name=TASK,
                 data=data,
@@ -95,6 +128,7 @@ class FlareCarrier:
                     if left <= 0:
                         break
                     changed.wait(min(left, 0.5))
+                    self._look_for_lost()
         finally:
             for task in tasks:
                 if task.completion_status is None:

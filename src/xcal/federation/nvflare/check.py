@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from xcal.errors import UserError
 from xcal.federation.nvflare import process
 from xcal.federation.nvflare.hardening import looser_than_ours
+from xcal.federation.nvflare.members import known
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import VERSION, fingerprint_of
 from xcal.federation.site_check import Finding, check_site
@@ -36,6 +37,7 @@ def check_party(party: Party, *, now: datetime.datetime | None = None) -> list[F
     found += _key(party)
     certificates = _certificates(party, moment)
     found += certificates
+    found += _members(party, moment)
     found += [Finding("problem", text) for text in looser_than_ours(party)] or [
         Finding("ok", "The kit allows exactly our classes, no code, no shell, no log streaming.")
     ]
@@ -146,17 +148,38 @@ def _site_dir(party: Party) -> list[Finding]:
 
 def _server_port(party: Party) -> list[Finding]:
     """Whether the server can listen: the port is free, or this very server holds it."""
-    host, port = party.about.server, party.about.port
     if process.processes(party):
         return [Finding("ok", "The server is running.")]
-    address = "127.0.0.1" if host == "localhost" else "0.0.0.0"
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError:
-            return [Finding("problem", f"Port {port} is in use by another process: free it.")]
+    port = party.about.port
+    if not process.port_is_free(party):
+        return [Finding("problem", f"Port {port} is in use by another process: free it.")]
     return [Finding("ok", f"Port {port} is free.")]
+
+
+def _members(party: Party, now: datetime.datetime) -> list[Finding]:
+    """Whether this party's own key still counts, and what happened to others' of late."""
+    try:
+        listed = known(party.folder, party.root)
+        own = process.own_key(party)
+    except (UserError, OSError, ValueError) as error:
+        return [Finding("problem", str(error))]
+    if listed is None:
+        return [
+            Finding(
+                "warning",
+                "There is no list of members, so no revoked key is refused: have the coordinator"
+                " approve somebody, and take the list with `xcal federation members`.",
+            )
+        ]
+    found = []
+    if own in listed.revoked:
+        found.append(Finding("problem", f"The own key {own} was revoked: ask the coordinator."))
+    for entry in listed.entries:
+        if entry.event in ("approved", "renewed"):
+            continue
+        if now - datetime.datetime.fromisoformat(entry.time) < SOON:
+            found.append(Finding("warning", entry.text()))
+    return found or [Finding("ok", f"The list of members has {len(listed.entries)} entries.")]
 
 
 def _reach(party: Party, certificates_sound: bool) -> list[Finding]:

@@ -19,6 +19,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
+from xcal.federation.nvflare.lost import Lost
 from xcal.federation.setup import Federation, prepare_remote, settled
 
 # What of a run's folder goes with the job's results: the checkpoint and the ledger of a trusted
@@ -64,7 +65,10 @@ class XcalController(ModelController):
         return self._watch.told()
 
     def run(self) -> None:
-        runs = Path(self.engine.get_workspace().get_root_dir()).parent / "runs"
+        self._carrier.folder = Path(self.engine.get_workspace().get_root_dir()).parent
+        self._carrier.job_id = str(self.fl_ctx.get_job_id())
+        self._carrier.on_lost = self._watch.lost
+        runs = self._carrier.folder / "runs"
         path = runs / self._run_name
         try:
             folder = self._folder(path)
@@ -152,6 +156,10 @@ class Watch(NullCallback):
 
     def round(self, record: dict[str, Any]) -> None:
         self._rounds = [r for r in self._rounds if r["round"] < record["round"]] + [record]
+
+    def lost(self, site: str, lost: Lost) -> None:
+        what = "goes on without it" if lost.gone else "it was started again"
+        self.state = f"training; {site}'s worker died ({lost.times}), {what}"
 
     def told(self) -> dict[str, Any]:
         return {"state": self.state, "total": self._total, "rounds": self._rounds}

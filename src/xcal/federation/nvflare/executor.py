@@ -9,10 +9,14 @@ from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 
+from xcal.errors import UserError
 from xcal.federation.answer import answer
+from xcal.federation.nvflare.members import take
+from xcal.federation.nvflare.parties import site_dir_in
 
 TASK = "round"
-MESSAGE = "message"  # the one field of a task and of its result: our bytes, read by our decoder
+MESSAGE = "message"  # of a task and its result: our bytes, read by our decoder
+MEMBERS = "members"  # of a task: the list of members, signed by the federation's CA
 
 
 class _Aborted(BaseException):
@@ -30,7 +34,15 @@ class XcalExecutor(Executor):
         if task_name != TASK:
             return make_reply(ReturnCode.TASK_UNKNOWN)
         kit = Path(fl_ctx.get_engine().get_workspace().get_root_dir())
-        given = shareable.get(MESSAGE)
+        given, listed = shareable.get(MESSAGE), shareable.get(MEMBERS)
+        if isinstance(listed, bytes):
+            try:
+                for entry in take(
+                    kit.parent, listed, kit / "startup" / "rootCA.pem", "The server's"
+                ):
+                    self.logger.warning(entry.text())  # who joined, renewed or was shut out
+            except UserError as error:  # nothing that a round depends on
+                self.logger.error(str(error))
 
         def on_step(_: int) -> None:
             if abort_signal.triggered:
@@ -38,7 +50,9 @@ class XcalExecutor(Executor):
 
         try:
             # Anything but bytes is for the core to refuse: it logs what it refuses.
-            sent = answer(kit.parent / "site", given if isinstance(given, bytes) else b"", on_step)
+            sent = answer(
+                site_dir_in(kit.parent), given if isinstance(given, bytes) else b"", on_step
+            )
         except _Aborted:
             return make_reply(ReturnCode.TASK_ABORTED)
         result = Shareable()

@@ -32,17 +32,21 @@ def init_local(
     for number, site in enumerate(about.sites):
         invited = Invitation.read(coordinator.invitation_file(site))
         party = provision.join(invited, out / site)
-        signed = provision.approve(coordinator, party.request_file)
-        provision.accept(party, signed)
+        _approve(coordinator, party)
         yield f"{site}: key, certificate and hardened kit in {party.folder}."
         if experiment is not None:
             local_site(party, experiment, number, seed, runs)
             yield f"{site}: site with part {number + 1} of {experiment}'s data."
     for viewer in about.viewers:
         party = provision.join(Invitation.read(coordinator.invitation_file(viewer)), out / viewer)
-        provision.accept(party, provision.approve(coordinator, party.request_file))
+        _approve(coordinator, party)
         yield f"{viewer}: key and certificate in {party.folder}."
     yield f"Start them all: xcal federation start {out}"
+
+
+def _approve(coordinator: provision.Coordinator, party: Party) -> None:
+    read_out = provision.key_fingerprint(party.request_file)
+    provision.accept(party, provision.approve(coordinator, party.request_file, read_out))
 
 
 def local_site(

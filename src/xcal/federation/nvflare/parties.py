@@ -161,7 +161,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Party:
-    """A folder that one party holds: key, kit, and a site's site or the server's runs.
+    """A folder that one party holds: key, kit, and a site's directory or the server's runs.
 
     Nothing in it is shared: the private key is made in it and never leaves it.
     """
@@ -218,8 +218,8 @@ class Party:
 
     @property
     def site_dir(self) -> Path:
-        """A site's site: data reference, ledger, policy, refusal log."""
-        return self.folder / "site"
+        """A site's directory: data reference, ledger, policy, refusal log."""
+        return site_dir_in(self.folder)
 
     @property
     def runs(self) -> Path:
@@ -251,6 +251,12 @@ class Party:
                 f"{self.folder} has no kit yet: bring the coordinator's answer and run"
                 f" `xcal federation accept`."
             )
+
+
+def site_dir_in(folder: Path) -> Path:
+    """The site directory beside a kit; a folder of the first edition calls it `home`."""
+    old, new = folder / "home", folder / "site"
+    return old if old.exists() and not new.exists() else new
 
 
 def organization_of(name: str) -> str:

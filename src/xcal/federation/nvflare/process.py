@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
+from cryptography import x509
+
 from xcal.errors import UserError
+from xcal.federation.nvflare.members import fingerprint_of_key, known
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import require_nvflare
 
+MAIN = "xcal.federation.nvflare.main"
+PATIENCE = 5.0  # seconds that a killed server's port may take to become free
 MODULES = {
     "server": ("nvflare.private.fed.app.server.server_train", "fed_server.json"),
     "site": ("nvflare.private.fed.app.client.client_train", "fed_client.json"),
@@ -27,8 +33,8 @@ def command(party: Party) -> list[str]:
     given = ["secure_train=true", f"org={party.about.organization}", "config_folder="]
     if party.about.role == "site":
         given.insert(1, f"uid={party.about.name}")
-    words = [sys.executable, "-u", "-m", module, "-m", str(party.kit), "-s", settings, "--set"]
-    return words + given
+    words = [sys.executable, "-u", "-m", MAIN, module, "-m", str(party.kit), "-s", settings]
+    return [*words, "--set", *given]
 
 
 def environment(party: Party) -> dict[str, str]:
@@ -64,6 +70,14 @@ def start(party: Party, *, foreground: bool = False) -> int:
     if running:
         raise UserError(f"{party.about.name} runs already, as process {running[0]}.")
     words, env = command(party), environment(party)
+    if party.about.role == "server" and not port_is_free(party, PATIENCE):
+        raise UserError(f"Port {party.about.port} is in use by another process: free it first.")
+    members = known(party.folder, party.root)
+    if members is not None and own_key(party) in members.revoked:
+        raise UserError(
+            f"{party.about.name}'s key was revoked: ask the coordinator, then make another one with"
+            " `xcal federation join --renew`."
+        )
     if foreground:
         os.chdir(party.kit)
         sys.stdout.flush()
@@ -79,6 +93,29 @@ def start(party: Party, *, foreground: bool = False) -> int:
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
+    )
+
+
+def port_is_free(party: Party, patience: float = 0.0) -> bool:
+    """Whether a server could listen on its port, now or within some seconds."""
+    address = "127.0.0.1" if party.about.server == "localhost" else "0.0.0.0"
+    deadline = time.monotonic() + patience
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, party.about.port))
+                return True
+            except OSError:
+                if time.monotonic() >= deadline:
+                    return False
+        time.sleep(0.2)
+
+
+def own_key(party: Party) -> str:
+    """The fingerprint of the key that the party's certificate is for."""
+    return fingerprint_of_key(
+        x509.load_pem_x509_certificate(party.certificate.read_bytes()).public_key()
     )
 
 

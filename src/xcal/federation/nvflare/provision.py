@@ -14,16 +14,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
 
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
+from xcal.federation.nvflare import members
 from xcal.federation.nvflare.hardening import harden, remove_scripts
+from xcal.federation.nvflare.members import Members, canonical, fingerprint_of_key, sign, signed_by
 from xcal.federation.nvflare.parties import (
     FederationFile,
     Invitation,
@@ -37,6 +42,13 @@ from xcal.federation.nvflare.parties import (
 VERSION = "2.9.0"
 _PARTY_KIND = {"server": "server", "site": "client", "lead": "admin", "viewer": "admin"}
 _PARTY_ROLE = {"lead": "lead", "viewer": "member"}
+_REQUEST_KIND = {
+    "server": ("server", "server"),
+    "site": ("site", "client"),
+    "lead": ("user", "lead"),
+    "viewer": ("user", "member"),
+}
+STATEMENT = "xcal.json"  # in a request: for which federation it was made, signed by its key
 
 
 def require_nvflare() -> None:
@@ -82,21 +94,26 @@ def _fingerprint(pem: bytes) -> str:
 
 def key_fingerprint(request: Path) -> str:
     """The SHA-256 of the public key in a request, to be compared by telephone."""
+    return fingerprint_of_key(_csr(request)[1].public_key())
+
+
+def _csr(request: Path) -> tuple[bytes, x509.CertificateSigningRequest]:
     try:
         with zipfile.ZipFile(request) as archive:
             names = [n for n in archive.namelist() if n.endswith(".csr")]
-            info = archive.getinfo(names[0])
-            if info.file_size > 100_000:
-                raise ValueError
-            csr = x509.load_pem_x509_csr(archive.read(info))
+            data = _member(archive, names[0])
+            return data, x509.load_pem_x509_csr(data)
     except FileNotFoundError:
         raise UserError(f"There is no request {request}: check the path.") from None
     except (OSError, ValueError, IndexError, zipfile.BadZipFile):
         raise UserError(f"{request} is no request: ask the site to send it again.") from None
-    public = csr.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(public).hexdigest()[:32]
+
+
+def _member(archive: zipfile.ZipFile, name: str, limit: int = 100_000) -> bytes:
+    info = archive.getinfo(name)
+    if info.file_size > limit:
+        raise ValueError(name)
+    return archive.read(info)
 
 
 # --- the coordinator ------------------------------------------------------------------------------
@@ -149,6 +166,45 @@ class Coordinator:
     def invitation_file(self, name: str) -> Path:
         return self.folder / "invitations" / f"{name}.toml"
 
+    @property
+    def members_file(self) -> Path:
+        return self.folder / members.FILE
+
+    def members(self) -> Members:
+        """The list; that of a coordinator older than lists is read off what it approved."""
+        found = members.known(self.folder, self.ca / "rootCA.pem")
+        if found is not None:
+            return found
+        made = Members(self.about.name)
+        for path in sorted((self.folder / "approved").glob("*.signed.zip")):
+            name = path.name.removesuffix(".signed.zip")
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    pem = _member(archive, f"{name}.crt")
+                key = fingerprint_of_key(x509.load_pem_x509_certificate(pem).public_key())
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+                raise UserError(f"{path} cannot be read: whose key was approved?") from None
+            made = made.with_entry("approved", name, self.role_of(name) or "?", key)
+        return made
+
+    def keep(self, found: Members) -> None:
+        """Sign the list and give it to the server, where that lies beside the coordinator."""
+        data = found.signed(self.ca / "rootCA.key")
+        for folder in (self.folder, self.server, self.lead):
+            if folder.is_dir():
+                write_bytes(folder / members.FILE, data)
+
+    def role_of(self, name: str) -> Role | None:
+        """What a name is invited for."""
+        about = self.about
+        if name == about.server:
+            return "server"
+        if name == about.lead:
+            return "lead"
+        if name in about.sites:
+            return "site"
+        return "viewer" if name in about.viewers else None
+
 
 def init(source: Path, folder: Path) -> Coordinator:
     """Make the CA and the invitations, and the coordinator's own two parties: server and lead."""
@@ -195,43 +251,146 @@ def init(source: Path, folder: Path) -> Coordinator:
         ("lead", about.lead, made.lead),
     ):
         party = join(made.invitation(role, name), place)  # type: ignore[arg-type]
-        accept(party, approve(made, party.request_file))
+        accept(party, approve(made, party.request_file, key_fingerprint(party.request_file)))
         write_bytes(place / "federation.toml", source.read_bytes())
     return made
 
 
-def approve(coordinator: Coordinator, request: Path) -> Path:
-    """Sign a request that belongs to an invitation; returns the file to send back."""
-    about = coordinator.about
-    wanted = _requested(request)
-    invited = {
-        about.server: ("server", "server"),
-        about.lead: ("user", "lead"),
-        **dict.fromkeys(about.sites, ("site", "client")),
-        **dict.fromkeys(about.viewers, ("user", "member")),
-    }
-    name = wanted.get("name")
-    if name not in invited:
+def approve(
+    coordinator: Coordinator,
+    request: Path,
+    fingerprint: str,
+    *,
+    renew: bool = False,
+    override: str | None = None,
+) -> Path:
+    """Sign a request that belongs to an invitation; returns the file to send back.
+
+    `fingerprint`: what the party read out. A name that is a member gets a new key only by `renew`:
+    with its old key's signature, or for a reason (`override`) that the list of members keeps; then
+    its older keys are revoked.
+    """
+    wanted, found = _requested(request), key_fingerprint(request)
+    if fingerprint.strip().lower() != found:
+        raise UserError(f"{request} has the fingerprint {found}: it is not the site's request.")
+    name = str(wanted.get("name"))
+    role = coordinator.role_of(name)
+    if role is None:
         raise UserError(f"{request} comes from {name!r}, whom this federation did not invite.")
-    kind, kit = invited[str(name)]
+    kind, kit = _REQUEST_KIND[role]
     if wanted.get("kind") != kind or wanted.get("cert_type") not in (kit, None):
         raise UserError(f"{request} asks for another role than {name} was invited for: refused.")
+    renewal = _check_origin(coordinator, request, name)
+    if override is not None and (not renew or not override.strip()):
+        raise UserError("--override goes with --renew and says why, in words.")
+    listed = coordinator.members()
+    if found in listed.revoked:
+        raise UserError(f"The key {found} was revoked: {name} has to make another one.")
+    ever, current = listed.keys(name), listed.current(name)
+    event: members.Event = "approved"
+    if ever and current != found:  # the same key again: its answer was lost on the way
+        if not renew:
+            raise UserError(
+                f"{name} is a member already, with the key {ever[-1]}: a second key for it needs"
+                " --renew and the old key's signature (`xcal federation join --renew`)."
+            )
+        event = "renewed"
+        if current is None or renewal != current:
+            if override is None:
+                raise UserError(
+                    f"{request} is not signed with {name}'s present key: have the party use"
+                    " `xcal federation join --renew`, or, if that key is lost, say so with"
+                    " --override REASON, which all sites will read."
+                )
+            event = "overridden"
+    elif renew and not ever:
+        raise UserError(f"{name} is no member yet: leave out --renew.")
     folder = coordinator.folder / "approved"
     folder.mkdir(exist_ok=True, mode=0o700)
     signed = folder / f"{name}.signed.zip"
-    words = ["cert", "approve", str(request.resolve()), "--ca-dir", str(coordinator.ca)]
-    words += ["--profile", str(coordinator.folder / "profile.yaml"), "--out", str(signed)]
-    words += ["--valid-days", str(about.certificate_days), "--force"]
-    _nvflare(coordinator.folder / "records", *words)
+    with tempfile.TemporaryDirectory(dir=coordinator.folder) as scratch:
+        plain = Path(scratch) / request.name
+        _copy_without(request, plain, STATEMENT)
+        words = ["cert", "approve", str(plain), "--ca-dir", str(coordinator.ca)]
+        words += ["--profile", str(coordinator.folder / "profile.yaml"), "--out", str(signed)]
+        words += ["--valid-days", str(coordinator.about.certificate_days), "--force"]
+        _nvflare(coordinator.folder / "records", *words)
+    if current != found:
+        if event == "overridden":
+            for key in ever:
+                if key not in listed.revoked:
+                    listed = listed.with_entry("revoked", name, role, key, "replaced")
+        listed = listed.with_entry(event, name, role, found, (override or "").strip())
+    coordinator.keep(listed)
+    with zipfile.ZipFile(signed, "a") as archive:
+        archive.write(coordinator.members_file, members.FILE)
     return signed
+
+
+def revoke(coordinator: Coordinator, name: str, reason: str) -> list[str]:
+    """Revoke all keys of a name; returns them."""
+    listed = coordinator.members()
+    keys = [k for k in listed.keys(name) if k not in listed.revoked]
+    if not keys:
+        raise UserError(f"{name} holds no key of this federation that could be revoked.")
+    if not reason.strip():
+        raise UserError("Say why, with --reason: all sites will read it.")
+    for key in keys:
+        listed = listed.with_entry(
+            "revoked", name, coordinator.role_of(name) or "?", key, reason.strip()
+        )
+    coordinator.keep(listed)
+    return keys
+
+
+def _check_origin(coordinator: Coordinator, request: Path, name: str) -> str | None:
+    """Refuse a request made for another federation; returns the key that signed a renewal."""
+    csr, new = _csr(request)
+    try:
+        with zipfile.ZipFile(request) as archive:
+            given = json.loads(_member(archive, STATEMENT))
+        said, signature, old = given["statement"], given["signature"], given.get("old")
+        of = said["root"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        raise UserError(
+            f"{request} does not say for which federation it was made: have it made again with"
+            " `xcal federation join`."
+        ) from None
+    if of != coordinator.fingerprint or said.get("federation") != coordinator.about.name:
+        raise UserError(f"{request} was made for another federation ({of}): refused.")
+    content = canonical(said)
+    sound = said.get("name") == name and said.get("csr") == hashlib.sha256(csr).hexdigest()
+    if not sound or not signed_by(new.public_key(), content, signature):
+        raise UserError(f"{request} was changed on its way: ask the site to send it again.")
+    if not isinstance(old, dict):
+        return None
+    try:
+        root = x509.load_pem_x509_certificate((coordinator.ca / "rootCA.pem").read_bytes())
+        before = x509.load_pem_x509_certificate(str(old.get("certificate")).encode())
+        before.verify_directly_issued_by(root)
+    except (ValueError, TypeError, InvalidSignature):
+        return None
+    names = before.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    if not signed_by(before.public_key(), content, old.get("signature")):
+        return None
+    if [n.value for n in names] != [name]:
+        return None
+    return fingerprint_of_key(before.public_key())
+
+
+def _copy_without(source: Path, target: Path, left_out: str) -> None:
+    """FLARE's tools take archives of exactly the files they know."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            if name != left_out:
+                new.writestr(name, _member(old, name))
 
 
 def _requested(request: Path) -> dict[str, object]:
     key_fingerprint(request)  # refuses what is no request
     try:
         with zipfile.ZipFile(request) as archive:
-            info = archive.getinfo("request.json")
-            found = json.loads(archive.read(info)) if info.file_size < 100_000 else None
+            found = json.loads(_member(archive, "request.json"))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         found = None
     if not isinstance(found, dict):
@@ -257,11 +416,11 @@ def renew(party: Party) -> Party:
     """A new key and request for a party that has a kit; the old kit serves until `accept`."""
     party.require_kit()
     shutil.rmtree(party.request_folder, ignore_errors=True)
-    _request(party)
+    _request(party, renewal=True)
     return party
 
 
-def _request(party: Party) -> None:
+def _request(party: Party, *, renewal: bool = False) -> None:
     about = party.about
     person: dict[str, object] = {
         "name": about.name,
@@ -286,8 +445,23 @@ def _request(party: Party) -> None:
         "--out",
         str(party.request_folder),
     )
-    for key in party.request_folder.glob("*.key"):
-        key.chmod(0o600)
+    (key,) = party.request_folder.glob("*.key")
+    key.chmod(0o600)
+    csr, _ = _csr(party.request_file)
+    said = {
+        "federation": about.federation,
+        "root": about.fingerprint,
+        "name": about.name,
+        "csr": hashlib.sha256(csr).hexdigest(),
+    }
+    given: dict[str, Any] = {"statement": said, "signature": sign(key, canonical(said))}
+    if renewal:
+        given["old"] = {
+            "certificate": party.certificate.read_text(),
+            "signature": sign(party.key, canonical(said)),
+        }
+    with zipfile.ZipFile(party.request_file, "a") as archive:
+        archive.writestr(STATEMENT, json_text(given))
 
 
 def accept(party: Party, signed: Path) -> None:
@@ -300,8 +474,13 @@ def accept(party: Party, signed: Path) -> None:
         )
     try:
         with zipfile.ZipFile(signed) as archive:
-            root = archive.getinfo("rootCA.pem")
-            found = _fingerprint(archive.read(root)) if root.file_size < 100_000 else ""
+            root = _member(archive, "rootCA.pem")
+            found = _fingerprint(root)
+            listed = (
+                _member(archive, members.FILE, members.MAX_BYTES)
+                if members.FILE in archive.namelist()
+                else None
+            )
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         raise UserError(f"{signed} is no coordinator's answer.") from None
     if found != party.about.fingerprint:
@@ -311,10 +490,16 @@ def accept(party: Party, signed: Path) -> None:
         )
     work = party.folder / "records" / "kit"
     shutil.rmtree(work, ignore_errors=True)
+    plain = party.folder / "records" / signed.name
+    _copy_without(signed, plain, members.FILE)
+    if listed is not None:
+        trusted = party.folder / "records" / "rootCA.pem"
+        write_bytes(trusted, root)  # its fingerprint is the invitation's
+        members.take(party.folder, listed, trusted, str(signed))
     _nvflare(
         party.folder / "records",
         "package",
-        str(signed.resolve()),
+        str(plain),
         "--request-dir",
         str(party.request_folder),
         "--fingerprint",

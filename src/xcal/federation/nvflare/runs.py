@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
 from xcal.federation.events import EventFile
@@ -234,12 +235,16 @@ def round_line(record: dict[str, Any], total: int | None) -> str:
     if record.get("road_validation") is not None:
         parts.append(f"ROAD {record['road_validation']:+.3f}")
     for client in record.get("clients", []):
-        spent = client.get("share_spent")
-        if spent is not None:
-            parts.append(f"{client['client']} {spent:.0%} spent")
+        epsilon, share = client.get("epsilon_spent"), client.get("share_spent")
+        if epsilon is not None or share is not None:
+            parts.append(f"{client['client']} spent {spent_text(epsilon, share)}")
     for kind in ("missing", "exhausted"):
         if record.get(kind):
             parts.append(f"{kind}: {', '.join(record[kind])}")
+    versions = record.get("versions", {})
     for client, code in record.get("refused", {}).items():
-        parts.append(f"{client} refused ({code})")
+        told = (
+            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
+        )
+        parts.append(f"{client} refused ({code}{told})")
     return ", ".join(parts)

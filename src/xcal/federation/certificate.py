@@ -1,0 +1,249 @@
+"""One signed page for a site's data-protection officer: what its population has paid, and to whom.
+
+The page is HTML that needs nothing else. Its last line is an Ed25519 signature, by a key that the
+site alone holds, of every byte before it; so whoever has the page can see that nobody changed it,
+and whoever has the ledger too, that the ledger still contains what the page was made from.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
+from xcal.dp.ledger.rows import Head, check_head, read_rows, terms_of, verify
+from xcal.errors import UserError
+from xcal.federation.files import read_json
+from xcal.federation.site_directory import SiteDirectory
+
+KEY = "certificate.key"
+MAX_BYTES = 16 << 20
+_SIGNED = re.compile(
+    rb"\n<!-- xcal-signature key ([A-Za-z0-9+/=]{44}) signature ([A-Za-z0-9+/=]{88}) -->\n\Z"
+)
+_FACTS = re.compile(
+    rb'<script type="application/json" id="xcal-certificate">(.*?)</script>', re.DOTALL
+)
+
+
+def site_key(site_dir: Path) -> Ed25519PrivateKey:
+    """The site's key, made at its first use; its owner alone can read it."""
+    path = site_dir / KEY
+    try:
+        if not path.exists():
+            made = Ed25519PrivateKey.generate().private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(handle, "wb") as file:
+                file.write(made)
+                file.flush()
+                os.fsync(file.fileno())
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path} can be read by others: chmod 600 it.")
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError):
+        raise UserError(
+            f"{path} cannot be used: put the site's key back, or move it away."
+        ) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UserError(f"{path} is no Ed25519 key: put the site's key back, or move it away.")
+    return key
+
+
+def _raw(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+def facts_of(site: SiteDirectory) -> dict[str, Any]:
+    """What the page says, from the ledger, the policy and who it answers to."""
+    checked = verify(site.ledger_path)
+    if not checked.ok:
+        raise UserError(
+            f"{site.ledger_path}: row {checked.row} {checked.problem}. Nothing is certified."
+        )
+    rows = read_rows(site.ledger_path)
+    terms, life = terms_of(rows), lifetime(rows)
+    recipients = _recipients(site.path)
+    return {
+        "site": site.about.client,
+        "population": terms.population,
+        "unit": terms.unit,
+        "simulated": terms.simulated,
+        "limit": {"epsilon": terms.epsilon, "delta": terms.delta, "rule": terms.rule},
+        "policy": {"epsilon": site.policy.epsilon_total, "delta": site.policy.delta_total},
+        "state": lifetime_text(rows),
+        "left": _left(life),
+        "runs": [{**run, "recipients": recipients} for run in spending(rows)],
+        "head": {"rows": len(rows), "hash": rows[-1].hash},
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _left(life: dict[str, Any]) -> str:
+    """What further runs may reserve, by the ledger's own rule."""
+    if "budget" in life:
+        return f"{life['left'] / life['budget']:.1%} of the Rényi budget at order {life['order']:g}"
+    if "epsilon_left" in life:
+        return f"ε = {life['epsilon_left']:.6g} and δ = {life['delta_left']:.6g}"
+    return "the ledger sets no limit"
+
+
+def _recipients(site_dir: Path) -> str:
+    """Who gets a run's releases: the server that the site joined, and whoever gets its model."""
+    party = site_dir.resolve().parent / "party.json"
+    if not party.exists():
+        return "the server that asked, and whoever is given the model"
+    about = read_json(party)
+    return (
+        f"the federation {about['federation']!r}: its server {about['server']}:{about['port']}, its"
+        " sites, and whoever is given the model"
+    )
+
+
+def certificate(site_dir: Path) -> bytes:
+    """The signed page of a site."""
+    facts = facts_of(SiteDirectory.open(site_dir))
+    key = site_key(site_dir)
+    public = _raw(key.public_key())
+    page = _page(facts, public.hex()).encode()
+    signature = key.sign(page)
+    told = (base64.b64encode(public).decode(), base64.b64encode(signature).decode())
+    return page + f"\n<!-- xcal-signature key {told[0]} signature {told[1]} -->\n".encode()
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A page whose signature is right."""
+
+    facts: dict[str, Any]
+    key: str  # the public key, as the page shows it
+
+
+def read_certificate(path: Path) -> Checked:
+    """A page, if nobody changed it since it was signed. Raises `UserError`."""
+    try:
+        data = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+    except OSError:
+        raise UserError(f"There is no page {path}: check the path.") from None
+    found = _SIGNED.search(data)
+    if found is None:
+        raise UserError(f"{path} is no signed page: its last line is no signature.")
+    page, public = data[: found.start()], base64.b64decode(found[1])
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(base64.b64decode(found[2]), page)
+        (told,) = _FACTS.findall(page)
+        facts = json.loads(told)
+        Head(facts["head"]["rows"], facts["head"]["hash"])
+    except InvalidSignature:
+        raise UserError(f"{path} was changed after it was signed.") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is signed and no page of a ledger.") from None
+    return Checked(facts, public.hex())
+
+
+def check_against(page: Checked, ledger: Path) -> None:
+    """Whether the ledger still contains what the page was made from. Raises `UserError`."""
+    rows, facts = read_rows(ledger), page.facts
+    checked = verify(ledger)
+    if not checked.ok:
+        raise UserError(f"{ledger}: row {checked.row} {checked.problem}")
+    head = Head(facts["head"]["rows"], facts["head"]["hash"])
+    if terms_of(rows).population != facts["population"] or not check_head(rows, head).ok:
+        raise UserError(
+            f"{ledger} does not contain the page's head, row {head.count} ({head.hash[:12]}): it is"
+            " another ledger, or an older or shortened one."
+        )
+    own = ledger.parent / KEY
+    if own.exists() and _raw(site_key(ledger.parent).public_key()).hex() != page.key:
+        raise UserError(f"The page is signed with the key {page.key}, which is not {own}.")
+    told = [{k: v for k, v in run.items() if k != "recipients"} for run in facts["runs"]]
+    if json.loads(json.dumps(spending(rows[: head.count]))) != told:
+        raise UserError(f"The page tells other runs than the first {head.count} rows of {ledger}.")
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;"
+    "color:#111;background:#fff}table{border-collapse:collapse;width:100%;font-size:.9rem}"
+    "th,td{border:1px solid #999;padding:.3rem .5rem;text-align:left;vertical-align:top}"
+    "code{overflow-wrap:anywhere;font-size:.85rem}"
+)
+
+
+def _number(value: float | None, nothing: str = "∞") -> str:
+    return nothing if value is None else f"{value:.4g}"
+
+
+def _page(facts: dict[str, Any], key: str) -> str:
+    def safe(value: object) -> str:
+        return html.escape(str(value))
+
+    limit = facts["limit"]
+    told = "no limit"
+    if limit["epsilon"] is not None:
+        told = (
+            f"({limit['epsilon']:g}, {limit['delta']:g}) over all runs, by the rule {limit['rule']}"
+        )
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f"<td>{safe(cell)}</td>"
+            for cell in (
+                run["run"],
+                run["method"],
+                run["unit"],
+                f"({_number(run['epsilon'])}, {_number(run['delta'], '–')})",
+                _number(run["epsilon_spent"]),
+                "–" if run["share"] is None else f"{100 * run['share']:.1f} %",
+                run["charges"],
+                run["recipients"],
+            )
+        )
+        + "</tr>"
+        for run in facts["runs"]
+    )
+    heads = "run|method|protected unit|(ε, δ) reserved|ε spent (odometer)|share of its budget|steps"
+    titles = "".join(f"<th scope=col>{safe(t)}</th>" for t in [*heads.split("|"), "recipients"])
+    items = {
+        "Site": facts["site"],
+        "Population": facts["population"],
+        "Protected": f"one {facts['unit']}"
+        + (" (a simulation: nobody is protected)" if facts["simulated"] else ""),
+        "Limit of the ledger": told,
+        "Limit of the policy": f"({facts['policy']['epsilon']:g}, {facts['policy']['delta']:g})",
+        "State": facts["state"],
+        "Left": facts["left"],
+        "Made": facts["made"],
+    }
+    listed = "".join(f"<dt><b>{safe(k)}</b></dt><dd>{safe(v)}</dd>" for k, v in items.items())
+    plain = json.dumps(facts).replace("<", "\\u003c")  # nothing in it ends the script
+    title = f"Privacy budget of {safe(facts['population'])}"
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f"<title>{title}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{title}</h1>\n<dl>{listed}</dl>\n"
+        f"<h2>Runs</h2>\n<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>\n"
+        "<p>The guarantee of a run is the (ε, δ) that it reserved, however little was spent; ∞ is"
+        " no guarantee. It bounds what anybody who sees all that left the site can tell about one"
+        " protected unit, under the assumptions of docs/guarantee.md.</p>\n"
+        f"<h2>Proof</h2>\n<p>The ledger's head: row {facts['head']['rows']}, <code>"
+        f"{safe(facts['head']['hash'])}</code>. Signed with the site's Ed25519 key"
+        f" <code>{key}</code>, to be compared with the site. To check: <code>xcal ledger verify"
+        " PAGE.html --ledger SITE</code>.</p>\n"
+        f'<script type="application/json" id="xcal-certificate">{plain}</script></body></html>'
+    )

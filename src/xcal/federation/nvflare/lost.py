@@ -1,0 +1,32 @@
+"""Which sites' workers died in a job: noted by the server's process, read by the job's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from xcal.federation.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A site whose worker died: how often, and whether it is still gone."""
+
+    times: int
+    gone: bool
+
+
+def _file(server: Path, job_id: str) -> Path:
+    return server / "lost" / f"{Path(job_id).name}.json"
+
+
+def note_lost(server: Path, job_id: str, site: str, times: int, *, gone: bool) -> None:
+    path = _file(server, job_id)
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    found = read_json(path) if path.exists() else {}
+    write_json(path, {**found, site: {"times": times, "gone": gone}})
+
+
+def lost_in(server: Path, job_id: str) -> dict[str, Lost]:
+    path = _file(server, job_id)
+    return {s: Lost(**v) for s, v in read_json(path).items()} if path.exists() else {}
