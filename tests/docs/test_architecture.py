@@ -32,7 +32,11 @@ def shown() -> set[str]:
 
 def test_the_page_lists_every_file_and_no_other() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "src", "reproduce"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "src", "reproduce"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     inner = {p for p in listed if p.endswith("__init__.py") and p != "src/xcal/__init__.py"}
     assert shown() == set(listed) - inner - {"src/xcal/py.typed"}

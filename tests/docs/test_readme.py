@@ -157,7 +157,9 @@ def test_a_wheel_installs_in_a_clean_environment(tmp_path: Path) -> None:
         return done.stdout
 
     assert re.fullmatch(r"xcal \d+\.\d+\.\d+\s*", xcal("--version"))
-    small = "rounds=1 train_images=240 pixels=16 expected_batch_size=20 delta=1e-3".split()
+    small = (
+        "unit=record rounds=1 train_images=240 pixels=16 expected_batch_size=20 delta=1e-3".split()
+    )
     xcal("run", *(word for key in small for word in ("--set", key)), "--out", "run")
     xcal("ledger", "verify", "run")
     xcal("report", "run", "--out", "report.html")
