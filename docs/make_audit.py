@@ -28,10 +28,10 @@ without privacy, and on mechanisms broken on purpose. All figures below come fro
 
 ONE_RUN = """## Canaries in one run
 
-Steinke, Nasr and Jagielski (2023): m canaries, each included with probability ½; an observer guesses
-which, or abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go through the
-real round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit which contributes
-zero, the neighbor of our guarantee, and the number of units is the declared one.
+Steinke, Nasr and Jagielski (2023): m canaries, each included with probability ½; an observer
+guesses which, or abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go
+through the real round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit
+which contributes zero, the neighbor of our guarantee, and the number of units is the declared one.
 
 - *gradient*: a fixed direction of norm C, the most that a unit can do, orthogonal to all others.
 - *mislabeled*: a real image under another label, through network, clipping and signal.

@@ -72,7 +72,7 @@ def fingerprint_of(certificate: Path) -> str:
     try:
         return _fingerprint(certificate.read_bytes())
     except (OSError, ValueError):
-        raise UserError(f"{certificate} is no certificate.") from None
+        raise UserError(f"{certificate} is not a certificate.") from None
 
 
 def _fingerprint(pem: bytes) -> str:
@@ -92,7 +92,7 @@ def key_fingerprint(request: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"There is no request {request}: check the path.") from None
     except (OSError, ValueError, IndexError, zipfile.BadZipFile):
-        raise UserError(f"{request} is no request: ask the site to send it again.") from None
+        raise UserError(f"{request} is not a request: ask the site to send it again.") from None
     public = csr.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -113,7 +113,7 @@ class Coordinator:
     def find(folder: Path) -> Coordinator:
         if not (folder / "ca" / "rootCA.key").exists():
             raise UserError(
-                f"{folder} is no coordinator's folder: make one with `xcal federation init`."
+                f"{folder} is not a coordinator's folder: make one with `xcal federation init`."
             )
         return Coordinator(folder.resolve(), read_federation(folder / "federation.toml"))
 
@@ -235,7 +235,7 @@ def _requested(request: Path) -> dict[str, object]:
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f"{request} is no request: ask the site to send it again.")
+        raise UserError(f"{request} is not a request: ask the site to send it again.")
     return found
 
 
@@ -303,7 +303,7 @@ def accept(party: Party, signed: Path) -> None:
             root = archive.getinfo("rootCA.pem")
             found = _fingerprint(archive.read(root)) if root.file_size < 100_000 else ""
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        raise UserError(f"{signed} is no coordinator's answer.") from None
+        raise UserError(f"{signed} is not a coordinator's answer.") from None
     if found != party.about.fingerprint:
         raise UserError(
             f"{signed} comes from another federation than the invitation: its fingerprint is"
