@@ -110,7 +110,7 @@ def test_the_commands_run_one_after_the_other(tmp_path: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    for made in ("runs/quick/result.json", "runs/report.html", "runs/study/comparison.csv"):
+    for made in ("runs/quick/result.json", "runs/report.html", "runs/blood/result.json"):
         assert (tmp_path / made).exists(), made
 
 
