@@ -88,10 +88,10 @@ def test_the_commands_run_one_after_the_other(tmp_path: Path) -> None:
     for folder in ("examples", "deploy"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     images = tmp_path / "blood-cells"
-    for i in range(120):
+    for i in range(300):
         path = images / ("left", "right")[i % 2] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (64, 64), (i, 255 - i, 60 * (i % 2))).save(path)
+        Image.new("RGB", (64, 64), (i % 256, 255 - i % 256, 60 * (i % 2))).save(path)
     shutil.make_archive(str(images), "zip", images)
     environment = {
         **os.environ,
