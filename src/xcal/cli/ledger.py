@@ -69,7 +69,7 @@ def room_text(
     usual = make_experiment({})
     one = (epsilon_run or usual.epsilon, delta_run or usual.delta)
     fit = runs_that_fit(epsilon, one[0]), runs_that_fit(delta, one[1])
-    text = f"Room for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
+    text = f"Pays for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
     if min(fit) < 2 or fit[1] < fit[0]:
         wanted = max(5, fit[0])
         text += (
