@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo static check test test-audit test-faults test-web test-federation bench clean
+.PHONY: help install demo wheel static check test test-audit test-faults test-web test-federation bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (the latter 14 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
+	@echo "make wheel    dist/xcal_fl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
 
 # pip takes torch's CPU build where one is at hand; the constraints pin every version.
@@ -30,6 +31,10 @@ install: $(INSTALLED)
 demo: install
 	@echo "== Demo: four methods, one federation, one ε (runs/demo) =="
 	@$(BIN)/xcal demo --out runs/demo
+
+wheel: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # Two workers of one torch thread each: the tests are many and small.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
@@ -78,4 +83,4 @@ bench: install
 	@$(BIN)/python benchmarks/step_times.py
 
 clean:
-	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,10 +28,10 @@ without privacy, and on mechanisms broken on purpose. All figures below come fro
 
 ONE_RUN = """## Canaries in one run
 
-Steinke, Nasr and Jagielski (2023): m canaries, each in by a fair coin; whoever watches guesses, or
-abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go through the real
-round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit which contributes
-zero, the neighbor of our guarantee, and the number of units is the declared one.
+Steinke, Nasr and Jagielski (2023): m canaries, each included with probability ½; an observer
+guesses which, or abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go
+through the real round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit
+which contributes zero, the neighbor of our guarantee, and the number of units is the declared one.
 
 - *gradient*: a fixed direction of norm C, the most that a unit can do, orthogonal to all others.
 - *mislabeled*: a real image under another label, through network, clipping and signal.
@@ -53,7 +53,7 @@ as a broken guarantee. Methods without a guarantee (ε = ∞) are attacked all t
 
 MEMBERSHIP = """## Membership inference
 
-A pool of images, half of them in each model at random; the loss alone (Yeom et al. 2018) and
+A pool of images, a random half of them in each model; the loss alone (Yeom et al. 2018) and
 likelihood ratios with the other models as shadows (LiRA, Carlini et al. 2022), on the final model,
 which plain training has learnt by heart. Intervals are 95 %, by resampling images. *Allowed* is the
 most true positives that (ε, δ) admits at 1 % false positives. `dp-fedavg` promises nothing per

@@ -10,8 +10,8 @@ from xcal.methods.registry import METHODS
 HEAD = """# Configuration
 
 An experiment is a flat TOML file, and `--set key=value` on top of it. This page is generated from
-`xcal.config.Experiment` and the methods' own keys by `python docs/make_configuration.py`.
-A key that the method does not use is accepted and named as unused.
+`xcal.config.Experiment` and the methods' own keys by `python docs/make_configuration.py`. A key
+that the method does not use is accepted and named as unused.
 
 | key | default | what it is | used by |
 |---|---|---|---|

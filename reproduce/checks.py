@@ -50,7 +50,7 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
 
 def _check_measured(values: Mapping[str, Any]) -> None:
     if not isinstance(values.get("macro_f1"), (int, float)):
-        raise Damaged("'macro_f1' is no number")
+        raise Damaged("'macro_f1' is not a number")
     for key in ("road", "auroc", "road_logit_percent", "mean_sigma", "seconds_in_all"):
         _number_or_none(values, key)
     check_set_name(_has(values, "test_set", str))
@@ -121,7 +121,7 @@ def check_set(values: Mapping[str, Any], name: str) -> None:
 
 def check_set_name(name: str) -> str:
     if not SET_NAME.fullmatch(name):
-        raise Damaged(f"{name!r} is no test set's name")
+        raise Damaged(f"{name!r} is not a test set's name")
     return name
 
 

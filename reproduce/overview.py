@@ -49,14 +49,14 @@ def over_all_pairs(comparisons: Sequence[Comparison]) -> Table | None:
         return None
     head = ["method"]
     for name in ("macro F1", "AUROC", "ROAD"):
-        head += [f"{name} − static", "ahead:behind", "coin"]
+        head += [f"{name} − static", "ahead:behind", "sign test"]
     head += ["σ over static", "budget spent"]
     note = (
-        "Pairs of one seed, all places together: median difference, pairs ahead:behind; coin: how"
-        " often a coin is as one-sided, a hint and no test, since pairs share their test images."
+        "Pairs of one seed, all settings together: median difference, pairs ahead:behind; sign"
+        " test: p, two-sided and uncorrected, a hint only, since pairs share their test images."
         " AUROC (one class against the rest, mean) needs no threshold: it tells models apart that"
         " give every image the same class. σ over static, budget spent: means of the lowest and the"
-        " highest place."
+        " highest setting."
     )
     return Table("Over all pairs of runs", tuple(head), tuple(rows), note)
 
@@ -100,7 +100,7 @@ def _range(percents: Sequence[float]) -> str:
 
 
 def _record(differences: Sequence[float]) -> tuple[str, str, str]:
-    """Their median, wins and losses, and the probability of a coin as one-sided as that."""
+    """Their median, wins and losses, and the p of a two-sided sign test."""
     if not differences:
         return NOTHING, NOTHING, NOTHING
     middle = signed(float(np.median(differences)))
@@ -185,7 +185,7 @@ def variants_overview(
         return None
     head = (
         "variant",
-        "places",
+        "settings",
         "F1 − static",
         "shown",
         "F1 − default",
@@ -193,11 +193,11 @@ def variants_overview(
         "AUROC − default",
     )
     note = (
-        "A place is a set, a network and an ε. Median over all pairs of runs, the mean of the"
-        " lowest and of the highest place in brackets, pairs of runs ahead:behind; shown: in how"
-        " many places with two seeds or more the interval of F1 excludes zero."
+        "A setting is a set, a network and an ε. Median over all pairs of runs, the mean of the"
+        " lowest and of the highest setting in brackets, pairs of runs ahead:behind; shown: in how"
+        " many settings with two seeds or more the interval of F1 excludes zero."
     )
-    return Table("All that was tried, over all places", head, tuple(rows), note)
+    return Table("All that was tried, over all settings", head, tuple(rows), note)
 
 
 def _in_f1(found: Sequence[Comparison]) -> str:

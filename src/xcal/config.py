@@ -199,7 +199,7 @@ class Experiment(BaseModel):
         None, description="who agreed to public_validation = true, by name", travels=False
     )
     # local training
-    expected_batch_size: Whole = key(64, description="expected batch B", travels=True)
+    expected_batch_size: Whole = key(64, description="expected batch size B", travels=True)
     lr: Annotated[float, Field(gt=0, le=1e30)] = key(
         1.5, description="learning rate η", travels=True
     )

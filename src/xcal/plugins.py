@@ -87,7 +87,9 @@ def check_call(what: str, path: str, function: Any, name: str, given: Sequence[s
     """Refuse a function that cannot be called with `given`: names, those after '*' by keyword."""
     shown = f"{name}({', '.join(given)})"
     if not callable(function):
-        raise OwnCodeError(f"The {what} {path!r} has a {name} that is no function: see {MANUAL}.")
+        raise OwnCodeError(
+            f"The {what} {path!r} has a {name} that is not a function: see {MANUAL}."
+        )
     star = given.index("*") if "*" in given else len(given)
     try:
         signature = inspect.signature(function)

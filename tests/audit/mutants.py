@@ -654,7 +654,7 @@ MUTANTS = (
     ),
     Mutant(
         "neighbors-kept",
-        "feature cache are centered over the draw",
+        "the feature cache is centered over the draw",
         neighbors_in_activations,
         (
             AS_DRAWN + "[fl-dp-Beginning]",

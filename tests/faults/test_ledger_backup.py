@@ -95,7 +95,7 @@ def test_only_an_older_copy_is_replaced(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "ledger.sqlite"
     ledgers.create(other, Terms("another ward", "record", 8.0, 1e-4))
     content = other.read_bytes()
-    with pytest.raises(UserError, match="no older copy"):
+    with pytest.raises(UserError, match="not an older copy"):
         back_up(path, other.parent)
     assert other.read_bytes() == content
     with pytest.raises(UserError, match="where the ledger itself lies"):
@@ -104,7 +104,7 @@ def test_only_an_older_copy_is_replaced(path: Path, tmp_path: Path) -> None:
     back_up(path, tmp_path / "copy")
     with Ledger(tmp_path / "copy" / "ledger.sqlite") as ahead:
         ahead.reserve(RUN)
-    with pytest.raises(UserError, match="no older copy"):
+    with pytest.raises(UserError, match="not an older copy"):
         back_up(path, tmp_path / "copy")
 
 

@@ -118,7 +118,7 @@ def test_uninvited_and_other_roles_are_refused(
     with pytest.raises(UserError, match="another role"):
         approve(coordinator, party)
     (tmp_path / "x.zip").write_bytes(b"PK nonsense")
-    with pytest.raises(UserError, match="is no request"):
+    with pytest.raises(UserError, match="is not a request"):
         provision.approve(coordinator, tmp_path / "x.zip", "")
 
 

@@ -80,7 +80,7 @@ def test_a_damaged_cell_is_named_with_what_to_do(tmp_path: Path, kind: str) -> N
         lambda: merge(other, [Results(results.path)]),
     ):
         with pytest.raises(
-            UserError, match=r"is no cell's result \(.*\): remove it, and"
+            UserError, match=r"is not a cell's result \(.*\): remove it, and"
         ) as caught:
             use()
         assert str(path_of(results)) in str(caught.value)

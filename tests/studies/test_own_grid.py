@@ -106,5 +106,5 @@ def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     for text in ("{", "[]", "{}", f'{{"id": "{cell.id}", "keys": {{}}, "explained": 1}}'):
         path.write_text(text)
-        with pytest.raises(UserError, match="is no cell's result"):
+        with pytest.raises(UserError, match="is not a cell's result"):
             Results(tmp_path / "out").of_grid(own.grid)

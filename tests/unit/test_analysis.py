@@ -119,7 +119,7 @@ def test_lifetime_rules(half_spent: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_run_is_named(half_spent: Path) -> None:
-    with pytest.raises(UserError, match="knows no run 'x': it has r"):
+    with pytest.raises(UserError, match="has no run 'x': it has r"):
         analyse(read_rows(half_spent), "x")
 
 

@@ -52,7 +52,7 @@ def test_an_invitation_comes_back_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["x = 1", 'name = "../../x"', ""])
 def test_what_is_no_invitation(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.toml").write_text(text)
-    with pytest.raises(UserError, match="is no invitation"):
+    with pytest.raises(UserError, match="is not an invitation"):
         Invitation.read(tmp_path / "a.toml")
 
 
@@ -67,5 +67,5 @@ def test_no_role_may_bring_code_or_a_shell() -> None:
 
 
 def test_a_folder_that_is_no_party(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no party's folder"):
+    with pytest.raises(UserError, match="is not a party's folder"):
         Party.find(tmp_path)

@@ -60,7 +60,7 @@ def png_header_only(width: int, height: int) -> bytes:
 
 BAD = {
     "empty.png": (b"", "empty"),
-    "text.jpg": (b"this is no picture", "no image that can be recognized"),
+    "text.jpg": (b"this is no picture", "not an image that can be recognized"),
     "truncated.png": (encoded(size=(200, 200))[:120], "broken or truncated"),
     "truncated.jpg": (encoded("JPEG", size=(200, 200))[:-300], "broken or truncated"),
     "jpeg-inside.png": (encoded("JPEG"), "is named as PNG but holds JPEG"),

@@ -94,7 +94,9 @@ def find_epsilon(
     """
     m = len(scores)
     if m < 2 or included.shape != scores.shape:
-        raise ValueError("an audit needs one score and one coin for each of two or more canaries")
+        raise ValueError(
+            "an audit needs one score and one inclusion for each of two or more canaries"
+        )
     tried = tuple(counts) if counts is not None else guess_counts(m)
     shared = 1 - (1 - confidence) / len(tried)
     order = np.argsort(scores, kind="stable")

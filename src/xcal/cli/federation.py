@@ -190,7 +190,7 @@ def accept_command(
     folder: Path = typer.Argument(..., help="The party's folder."),
     answer: Path = typer.Argument(..., help="The coordinator's answer."),
     data: str | None = typer.Option(
-        None, help="Make the site's directory too: the imported data set it trains on."
+        None, help="Make its site directory too: the imported data set it trains on."
     ),
     population: str | None = typer.Option(None, help="With --data: whose data these are."),
     epsilon: float | None = typer.Option(
@@ -223,7 +223,9 @@ def accept_command(
         if any(t is None for t in terms):
             raise UserError("A site needs all of --data, --population, --epsilon and --delta.")
         if party.about.role != "site" or party.site_dir.exists():
-            raise UserError(f"{folder} needs no site: leave out --data and what goes with it.")
+            raise UserError(
+                f"{folder} needs no site directory: leave out --data and what goes with it."
+            )
     provision.accept(party, answer)
     say(f"Built the kit in {party.kit}: no foreign code, no shell, no log streaming.")
     if data is not None:

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @app.command("create")
 def create_command(
-    site_dir: Path = typer.Argument(..., help="The client's site folder."),
+    site_dir: Path = typer.Argument(..., help="The site directory to make."),
     population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
     epsilon: float = typer.Option(..., help="Lifetime limit ε over all runs."),
     delta: float = typer.Option(..., help="Lifetime limit δ over all runs."),
@@ -69,7 +69,7 @@ def room_text(
     usual = make_experiment({})
     one = (epsilon_run or usual.epsilon, delta_run or usual.delta)
     fit = runs_that_fit(epsilon, one[0]), runs_that_fit(delta, one[1])
-    text = f"Room for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
+    text = f"Pays for runs of ({one[0]:g}, {one[1]:g}): {fit[0]} by ε, {fit[1]} by δ."
     if min(fit) < 2 or fit[1] < fit[0]:
         wanted = max(5, fit[0])
         text += (
@@ -83,7 +83,7 @@ def room_text(
 
 @app.command("show")
 def show_command(
-    path: Path = typer.Argument(..., help="A ledger, a site or a run's folder."),
+    path: Path = typer.Argument(..., help="A ledger, a site directory or a run's folder."),
     rows: int = typer.Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
@@ -220,7 +220,7 @@ def certificate_command(
 
 @app.command("backup")
 def backup_command(
-    path: Path = typer.Argument(..., help="A ledger or a site."),
+    path: Path = typer.Argument(..., help="A ledger or a site directory."),
     folder: Path = typer.Argument(..., help="Where the copy goes: best on another machine's disk."),
 ) -> None:
     """Copy a ledger and its head, whole, also while a client spends from it."""
@@ -237,7 +237,7 @@ def backup_command(
 
 @app.command("analyse")
 def analyse_command(
-    path: Path = typer.Argument(..., help="A ledger, a site or a run's folder."),
+    path: Path = typer.Argument(..., help="A ledger, a site directory or a run's folder."),
     run: str | None = typer.Option(None, help="Only the run of this name."),
     pld: bool = typer.Option(True, help="Also by privacy-loss distributions (some seconds)."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),

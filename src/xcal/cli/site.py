@@ -14,7 +14,7 @@ from xcal.cli.ledger import room_text
 from xcal.errors import UserError
 
 app = typer.Typer(
-    help="A client's own folder: who it is, what it allows, what it has paid, what it refused.",
+    help="A site directory: whose it is, what it allows, what it has paid, what it refused.",
     no_args_is_help=True,
 )
 
@@ -37,7 +37,7 @@ def checked(kind: type[Made], **values: Any) -> Made:
 
 @app.command("init")
 def init_command(
-    site_dir: Path = typer.Argument(..., help="The folder to make."),
+    site_dir: Path = typer.Argument(..., help="The site directory to make."),
     client: str = typer.Option(..., help="The name this client goes by in federations."),
     population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
     epsilon: float = typer.Option(..., help="Highest ε of all runs together, for life."),
@@ -204,7 +204,7 @@ def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tu
 
 @app.command("show")
 def show_command(
-    site_dir: Path = typer.Argument(..., help="A site."),
+    site_dir: Path = typer.Argument(..., help="A site directory."),
     refusals: int = typer.Option(5, help="How many of the last refusals to show."),
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
@@ -249,7 +249,7 @@ def show_command(
 
 
 @app.command("check")
-def check_command(site_dir: Path = typer.Argument(..., help="A site.")) -> None:
+def check_command(site_dir: Path = typer.Argument(..., help="A site directory.")) -> None:
     """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""
     from xcal.federation.site_check import check_site
     from xcal.federation.site_directory import SiteDirectory

@@ -78,7 +78,7 @@ def decode_image(data: bytes, name: str, pixels: int) -> tuple[Square, tuple[int
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadFile("is too large: unpacking it would exhaust memory") from error
     except UnidentifiedImageError as error:
-        raise BadFile("is no image that can be recognized") from error
+        raise BadFile("is not an image that can be recognized") from error
     except (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error) as error:
         raise BadFile(f"is broken or truncated ({error})") from error
 

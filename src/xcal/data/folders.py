@@ -184,7 +184,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         for image, cls, split in found
     )
     others = len(files.sizes) - len(images) - told.tables
-    left = (f"{others} files that are no images were left aside.",) if others else ()
+    left = (f"{others} files that are not images were left aside.",) if others else ()
     return Listing(
         kind="folders",
         default_name=name,

@@ -180,7 +180,7 @@ def recognize(
     if kind == "isic" or is_it(find_diagnoses(files)):
         return isic(files, task, columns)
     if task is not None:
-        raise UserError(f"This data set knows no task {task!r}; leave --task out.")
+        raise UserError(f"This data set has no task {task!r}; leave --task out.")
     looks_like_cells = kind == "auto" and given is None and not by_hand and is_blood_cells(files)
     if kind == "blood-cells" or looks_like_cells:
         return blood_cells(files)

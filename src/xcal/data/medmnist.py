@@ -57,7 +57,7 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
             classes = (f"not label {task}", f"label {task}")
     else:
         if task is not None:
-            raise UserError(f"{path} has one label an image; it knows no task {task!r}.")
+            raise UserError(f"{path} has one label an image; it has no task {task!r}.")
         count = 1 + max(int(labels.max(initial=0)) for labels, _ in numbered)
         named = next((c for name, c in _CLASSES.items() if stem.startswith(name)), ())
         classes = named if len(named) >= count else tuple(f"class {i}" for i in range(count))

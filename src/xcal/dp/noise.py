@@ -1,4 +1,4 @@
-"""Where noise and Poisson draws come from. The only torch in this room.
+"""Where noise and Poisson draws come from. The only torch among what the guarantee is made of.
 
 `SecureNoise` is for real clients: a stream cipher keyed by the operating system, no state kept.
 `SeededNoise` is for simulation: a key serves one query in its life, and replay after a crash is the
@@ -118,7 +118,7 @@ class SeededNoise:
     """Reproducible noise for simulation. Not private against anyone who knows the seed.
 
     `paired`: methods of one seed share draws and noise (common random numbers), so that what
-    parts them is what they do and not their luck. Two of their models side by side then give away
+    parts them is what they do and not their noise. Two of their models side by side then give away
     more than two runs would: they are for comparing, not for releasing.
     """
 

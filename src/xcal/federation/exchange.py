@@ -42,7 +42,7 @@ class Question:
 class ClientReport:
     """What a client tells about a round: functions of its releases and of public constants.
 
-    None where there is no such thing, or where the client's policy does not let it out.
+    None where there is no such thing, or where the client's policy does not allow it to be sent.
     """
 
     client: str

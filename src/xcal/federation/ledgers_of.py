@@ -13,8 +13,8 @@ def no_such_site(site_dir: str, *, begun: bool) -> UserError:
     """A site named by a run is not there; most often the path is relative to another folder."""
     if Path(site_dir).is_absolute():
         return UserError(
-            f"There is no site {site_dir}: put it back, or make one with `xcal site init` or `xcal"
-            " ledger create`."
+            f"There is no site directory {site_dir}: put it back, or make one with `xcal site init`"
+            " or `xcal ledger create`."
         )
     what = (
         "do this in the folder that the run was started in"
@@ -22,7 +22,7 @@ def no_such_site(site_dir: str, *, begun: bool) -> UserError:
         else "name its whole path, or make it with `xcal site init`"
     )
     return UserError(
-        f"There is no site {site_dir} in {Path.cwd()}, and the path is relative: {what}."
+        f"There is no site directory {site_dir} in {Path.cwd()}, and the path is relative: {what}."
     )
 
 
@@ -51,5 +51,7 @@ def find_ledgers(path: Path) -> Iterator[Path]:
     if (path / "server" / "ledger.sqlite").exists():  # of a trusted server; its unit is the client
         found.append(path / "server" / "ledger.sqlite")
     if not found:
-        raise UserError(f"There is no ledger at {path}: give a ledger, a site or a run's folder.")
+        raise UserError(
+            f"There is no ledger at {path}: give a ledger, a site directory or a run's folder."
+        )
     yield from found

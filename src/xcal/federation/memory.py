@@ -116,7 +116,7 @@ class RunMemory:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise Refused(
-                "site", f"There is no room for an answer in {self._folder}: {error.strerror}."
+                "site", f"There is no disk space for an answer in {self._folder}: {error.strerror}."
             ) from error
 
     # --- which rounds were begun ------------------------------------------------------------------

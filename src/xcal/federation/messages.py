@@ -210,7 +210,7 @@ def _header(data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise _malformed("its header cannot be read") from None
     if not isinstance(values, dict):
-        raise _malformed("its header is no table")
+        raise _malformed("its header is not a table")
     return values
 
 
@@ -267,7 +267,7 @@ class _Fields:
     def digest(self, name: str) -> str:
         value: str = self.take(name, str)
         if not re.fullmatch("[0-9a-f]{64}", value):
-            raise _malformed(f"its field {name!r} is no digest")
+            raise _malformed(f"its field {name!r} is not a digest")
         return value
 
     def head(self, name: str) -> Head | None:
@@ -279,7 +279,7 @@ class _Fields:
             inner = _Fields({"count": count, "hash": digest})
             return Head(inner.count("count"), inner.digest("hash"))
         except (TypeError, ValueError):
-            raise _malformed(f"its field {name!r} is no ledger's head") from None
+            raise _malformed(f"its field {name!r} is not a ledger's head") from None
 
     def end(self) -> None:
         if self._values:
@@ -290,12 +290,12 @@ def decode_request(data: bytes, limit: int) -> Request:
     """A request, checked as far as that goes without knowing the network. Raises `Refused`."""
     kind, values, weights, version = _decode(data, limit)
     if kind != "request":
-        raise _malformed("it is no request")
+        raise _malformed("it is not a request")
     found = _Fields(values)
     edition = found.take("edition", str)
     own = found.take("own_rounds", list)
     if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
-        raise _malformed("its own rounds are no ascending numbers")
+        raise _malformed("its own rounds are not ascending numbers")
     experiment = names_of_today(found.take("experiment", dict))
     # Keys of a method from elsewhere are known only to its code, which no message may run.
     extra = set(experiment) & LOCAL_KEYS
@@ -317,7 +317,7 @@ def decode_request(data: bytes, limit: int) -> Request:
         )
     losses = found.take("validation_losses", list)
     if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in losses):
-        raise _malformed("its validation losses are no numbers")
+        raise _malformed("its validation losses are not numbers")
     request = Request(
         client=found.name("client"),
         run=found.name("run"),
@@ -361,7 +361,7 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
     if not isinstance(columns, dict) or set(columns) != set(names):
         raise _malformed("its steps have other fields than known")
     if not all(isinstance(c, list) for c in columns.values()):
-        raise _malformed("its steps are no lists")
+        raise _malformed("its steps are not lists")
     if len({len(c) for c in columns.values()}) != 1:
         raise _malformed("its steps are of unlike lengths")
     rows = zip(*(columns[n] for n in names), strict=True)
@@ -379,7 +379,7 @@ def decode_answer(data: bytes, limit: int) -> Reply | Refusal:
             raise _malformed("its code is unknown")
         return refusal
     if kind != "reply":
-        raise _malformed("it is no answer")
+        raise _malformed("it is not an answer")
     trained = found.take("trained", bool)
     report: ClientReport = _checked(_REPORT, ClientReport, found.take("report", dict))
     trace = _trace(found.take("trace", dict))

@@ -302,7 +302,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         experiment.sites is not None
         and len({Path(h).resolve() for h in experiment.sites}) < clients
     ):
-        raise UserError("sites names one folder twice: every client needs a site of its own.")
+        raise UserError(
+            "sites names one folder twice: every client needs a site directory of its own."
+        )
     declared = _declared(experiment, clients)
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):

@@ -169,7 +169,7 @@ class SiteDirectory:
     def open(path: Path) -> SiteDirectory:
         """Read site and policy; one sentence about what is wrong with either."""
         if not path.is_dir():
-            raise UserError(f"There is no site {path}: make one with `xcal site init`.")
+            raise UserError(f"There is no site directory {path}: make one with `xcal site init`.")
         about = read_table(SiteTable, site_file(path), "site")
         if (about.data is None) == (about.experiment is None):
             raise UserError(f"{site_file(path)} must name its data: data, or experiment.")
@@ -360,7 +360,7 @@ def create_site(path: Path, about: SiteTable, policy: Policy, *, unit: str) -> S
     """Make a site: its two files, and a ledger that carries the policy's totals for life."""
     for name in ("site.toml", "home.toml", "policy.toml", "ledger.sqlite"):
         if (path / name).exists():
-            raise UserError(f"{path / name} exists already: a site is never replaced.")
+            raise UserError(f"{path / name} exists already: a site directory is never replaced.")
     terms = Terms(
         about.population,
         unit,

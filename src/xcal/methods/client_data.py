@@ -189,7 +189,7 @@ def check_declared_units(present: int, declared: int, where: str = "site.toml") 
     if present > declared:
         raise TooManyUnits(
             f"{where} declares units = {declared}, and the data hold {present}: declare at least as"
-            " many, with room for those to come."
+            " many, and allow for those to come."
         )
 
 

@@ -58,7 +58,9 @@ class OwnMethod:
             self.needs_validation = bool(getattr(method, "needs_validation", False))
             own = getattr(method, "parameters", Experiment)
         if not isinstance(own, type) or not issubclass(own, Experiment):
-            raise self._refusal("has 'parameters' that are no subclass of xcal.config.Experiment")
+            raise self._refusal(
+                "has 'parameters' that are not a subclass of xcal.config.Experiment"
+            )
         self.parameters: type[Experiment] = own
         if missing:
             raise self._refusal(f"has no {missing[0]!r}")
@@ -79,12 +81,12 @@ class OwnMethod:
     def _take_values(self, values: dict[str, Any]) -> None:
         name, private, pooled, uses = (values[n] for n in VALUES)
         if not isinstance(name, str) or not name.strip():
-            raise self._refusal(f"has the name {name!r}, which is no text")
+            raise self._refusal(f"has the name {name!r}, which is not text")
         for key, value in (("private", private), ("pooled", pooled)):
             if not isinstance(value, bool):
                 raise self._refusal(f"has {key} = {value!r}, which is neither True nor False")
         if isinstance(uses, str) or not isinstance(uses, Collection):
-            raise self._refusal("has a 'uses' that is no set of an experiment's keys")
+            raise self._refusal("has a 'uses' that is not a set of an experiment's keys")
         for key in uses:
             if key not in self._known and key not in self.parameters.model_fields:
                 raise OwnCodeError(

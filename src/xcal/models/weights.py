@@ -34,7 +34,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except (safetensors.SafetensorError, OSError) as error:
             raise UserError(f"{path} is not a readable safetensors file: {error}") from None
     if path.suffix not in (".pth", ".pt"):
-        raise UserError(f"{path} is no weights file we read: give .safetensors, .pth or .pt")
+        raise UserError(f"{path} is not a weights file we read: give .safetensors, .pth or .pt")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the loader warns of pickles it then refuses

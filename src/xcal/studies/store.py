@@ -179,7 +179,8 @@ class Results:
                 self.check_against_set(result, self.test_set(values["test_set"]))
         except (Damaged, LookupError, TypeError, ValueError) as why:
             raise UserError(
-                f"{path} is no cell's result ({why}): remove it, and the study runs the cell again."
+                f"{path} is not a cell's result ({why}): remove it, and the study runs the cell"
+                " again."
             ) from None
         return result
 

@@ -286,6 +286,6 @@ def analyse(rows: Sequence[Row], run: str | None = None, *, pld: bool = True) ->
     """Every run of a ledger, or the one named."""
     runs = runs_of(rows)
     if run is not None and run not in runs:
-        raise UserError(f"The ledger knows no run {run!r}: it has {', '.join(runs) or 'none'}.")
+        raise UserError(f"The ledger has no run {run!r}: it has {', '.join(runs) or 'none'}.")
     chosen = runs.values() if run is None else (runs[run],)
     return [analyse_run(rows, terms, pld=pld) for terms in chosen]

@@ -53,7 +53,8 @@ def back_up(ledger: Path, folder: Path) -> Head:
             copied = read_rows(target)
             if not check_head(rows, Head(len(copied), copied[-1].hash)).ok:
                 raise refuse(
-                    target, f"is no older copy of {ledger}, and was left: choose another folder."
+                    target,
+                    f"is not an older copy of {ledger}, and was left: choose another folder.",
                 )
         made = Head(len(rows), rows[-1].hash)
         descriptor = os.open(scratch, os.O_RDONLY)

@@ -183,7 +183,7 @@ def load(connection: sqlite3.Connection, path: Path) -> list[Row]:
     rows = connection.execute("SELECT seq, kind, body, prev, hash FROM rows ORDER BY seq")
     found = [Row(q, k, json.loads(b), p, h) for q, k, b, p, h in rows]
     if not all(isinstance(row.body, dict) for row in found):
-        raise ValueError("a row's body is no table")
+        raise ValueError("a row's body is not a table")
     return found
 
 
@@ -196,7 +196,7 @@ def read_rows(path: Path) -> list[Row]:
             rows = load(connection, path)
     except UNREADABLE as error:
         raise refuse(
-            path, "cannot be read: it is no ledger or damaged, or the disk is full."
+            path, "cannot be read: it is not a ledger or is damaged, or the disk is full."
         ) from error
     check = check_rows(rows)
     if not check.ok:

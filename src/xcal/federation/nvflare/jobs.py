@@ -32,7 +32,7 @@ POLL = 0.2  # seconds between a site's questions for work; FLARE's 2 s would cos
 
 def check_run_name(name: str) -> str:
     if not RUN_NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no run's name: letters, digits, - and _, at most 60.")
+        raise UserError(f"{name!r} is not a valid run name: letters, digits, - and _, at most 60.")
     return name
 
 
@@ -94,7 +94,7 @@ class Lead:
         require_nvflare()
         party.require_kit()
         if party.about.role not in ("lead", "viewer"):
-            raise UserError(f"{party.folder} is no person's folder: use the lead's.")
+            raise UserError(f"{party.folder} is not a person's folder: use the lead's.")
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
         with _one_sentence(party):
@@ -127,7 +127,7 @@ class Lead:
     def last(self, run: str) -> Job:
         found = self.jobs(run)
         if not found:
-            raise UserError(f"The server knows no run {run!r}: see `xcal federation status`.")
+            raise UserError(f"The server has no run {run!r}: see `xcal federation status`.")
         return found[-1]
 
     def progress(self, job: Job) -> dict[str, Any] | None:

@@ -141,7 +141,7 @@ class Invitation:
         try:
             found = Invitation(**values)
         except TypeError:
-            raise UserError(f"{path} is no invitation: ask the coordinator for it.") from None
+            raise UserError(f"{path} is not an invitation: ask the coordinator for it.") from None
         sound = (
             found.role in ("server", "site", "lead", "viewer")
             and isinstance(found.port, int)
@@ -155,13 +155,13 @@ class Invitation:
             )
         )
         if not sound:
-            raise UserError(f"{path} is no invitation: ask the coordinator for it.")
+            raise UserError(f"{path} is not an invitation: ask the coordinator for it.")
         return found
 
 
 @dataclass(frozen=True)
 class Party:
-    """A folder that one party holds: key, kit, and a site's directory or the server's runs.
+    """A folder that one party holds: key, kit, and a site directory or the server's runs.
 
     Nothing in it is shared: the private key is made in it and never leaves it.
     """
@@ -186,7 +186,7 @@ class Party:
         path = folder / "party.json"
         if not path.exists():
             raise UserError(
-                f"{folder} is no party's folder: make one with `xcal federation join` or"
+                f"{folder} is not a party's folder: make one with `xcal federation join` or"
                 " `xcal federation init`."
             )
         try:

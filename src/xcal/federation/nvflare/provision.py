@@ -84,7 +84,7 @@ def fingerprint_of(certificate: Path) -> str:
     try:
         return _fingerprint(certificate.read_bytes())
     except (OSError, ValueError):
-        raise UserError(f"{certificate} is no certificate.") from None
+        raise UserError(f"{certificate} is not a certificate.") from None
 
 
 def _fingerprint(pem: bytes) -> str:
@@ -104,9 +104,9 @@ def _csr(request: Path) -> tuple[bytes, x509.CertificateSigningRequest]:
             data = _member(archive, names[0])
             return data, x509.load_pem_x509_csr(data)
     except FileNotFoundError:
-        raise UserError(f"There is no request {request}: check the path.") from None
+        raise UserError(f"There is not a request {request}: check the path.") from None
     except (OSError, ValueError, IndexError, zipfile.BadZipFile):
-        raise UserError(f"{request} is no request: ask the site to send it again.") from None
+        raise UserError(f"{request} is not a request: ask the site to send it again.") from None
 
 
 def _member(archive: zipfile.ZipFile, name: str, limit: int = 100_000) -> bytes:
@@ -130,7 +130,7 @@ class Coordinator:
     def find(folder: Path) -> Coordinator:
         if not (folder / "ca" / "rootCA.key").exists():
             raise UserError(
-                f"{folder} is no coordinator's folder: make one with `xcal federation init`."
+                f"{folder} is not a coordinator's folder: make one with `xcal federation init`."
             )
         return Coordinator(folder.resolve(), read_federation(folder / "federation.toml"))
 
@@ -387,14 +387,14 @@ def _copy_without(source: Path, target: Path, left_out: str) -> None:
 
 
 def _requested(request: Path) -> dict[str, object]:
-    key_fingerprint(request)  # refuses what is no request
+    key_fingerprint(request)  # refuses what is not a request
     try:
         with zipfile.ZipFile(request) as archive:
             found = json.loads(_member(archive, "request.json"))
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f"{request} is no request: ask the site to send it again.")
+        raise UserError(f"{request} is not a request: ask the site to send it again.")
     return found
 
 
@@ -482,7 +482,7 @@ def accept(party: Party, signed: Path) -> None:
                 else None
             )
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        raise UserError(f"{signed} is no coordinator's answer.") from None
+        raise UserError(f"{signed} is not a coordinator's answer.") from None
     if found != party.about.fingerprint:
         raise UserError(
             f"{signed} comes from another federation than the invitation: its fingerprint is"

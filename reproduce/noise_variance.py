@@ -1,11 +1,11 @@
-"""How much of a difference between two methods is the luck of their noise.
+"""How much of a difference between two methods is variance of their noise.
 
-    python -m reproduce.noise_luck --streams 6
+    python -m reproduce.noise_variance --streams 6
 
 Trains one cell of the study (`fl-dp`, blood cells, `small`, ε = 5) several times with the same
 seed, so the same partition and first weights, and other draws and noise each time. The spread of F1
 and ROAD is what a comparison of two methods by one pair of runs cannot see below. Writes
-`benchmarks/results/noise-luck.md`, a row as each run ends; rows that stand there are kept.
+`benchmarks/results/noise-variance.md`, a row as each run ends; rows that stand there are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xcal.federation.folder import commit, versions
 from xcal.methods.context import StepContext
 from xcal.studies.cell import Talk, run_cell
 
-OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "noise-luck.md"
+OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "noise-variance.md"
 ROW = re.compile(r"^\| (\S+) \| (\d+) \| ([\d.]+) \| ([\d.-]+) \|$", re.MULTILINE)
 
 
@@ -57,8 +57,8 @@ def page(rows: list[tuple[str, int, float, float]]) -> str:
     about = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [f"| {s} | {seed} | {f1:.3f} | {road:.3f} |" for s, seed, f1, road in rows]
     text = (
-        "# The luck of the noise\n\nStatic noise, blood cells, `small`, ε = 5, laptop scale: one"
-        " method, one seed, other draws and noise (`python -m reproduce.noise_luck`, commit"
+        "# Variance of the noise alone\n\nStatic noise, blood cells, `small`, ε = 5, laptop scale:"
+        " one method, one seed, other draws and noise (`python -m reproduce.noise_variance`, commit"
         f" {commit()}; {about}).\n\n| stream | seed | macro F1 | ROAD |\n|---|---:|---:|---:|\n"
         + "\n".join(lines)
         + "\n"
