@@ -1,22 +1,27 @@
 """XCal-FL: federated training of image classifiers under a hard differential-privacy budget.
 
 `xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
-of an experiment (`xcal.config.Experiment`) by name. `xcal.PrivacyEngine` makes a torch training
-loop of your own private, with the calls of Opacus.
+of an experiment (`xcal.config.Experiment`) by name. `xcal.load(...)` gives a trained run's model.
+`xcal.PrivacyEngine` makes a torch training loop of your own private, with the calls of Opacus.
+`xcal.explain` makes and measures explanations of any torch network.
 """
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xcal import explain as explain
     from xcal.dp.calibration import Plan
     from xcal.dp.engine import PrivacyEngine
     from xcal.federation.local import Progress
+    from xcal.report.trained import Trained
 
 __version__ = "0.1.0"
-__all__ = ["PrivacyEngine", "__version__", "plan", "run"]
+__all__ = ["PrivacyEngine", "__version__", "explain", "load", "plan", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +30,36 @@ def __getattr__(name: str) -> Any:
         from xcal.dp.engine import PrivacyEngine
 
         return PrivacyEngine
+    if name == "explain":
+        return import_module("xcal.explain")
     raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load(run: str | os.PathLike[str]) -> Trained:
+    """A finished run's model, with all that it takes to use it.
+
+    Args:
+        run: the folder of the run, as `xcal.run` or `xcal run --out` made it.
+
+    Returns:
+        `.model`, an nn.Module in evaluation mode; `.classes`, the names in the order of the
+        logits; `.preprocess(image)` from a path, PIL image or array to the tensor that the model
+        takes; `.predict(images)` with `.names` and `.confidences`; `.calibrated()`, the same with
+        one temperature fitted on public validation images.
+
+    Raises:
+        UserError: where there is no run, it is not finished, or its weights are damaged.
+
+    Guarantee: the model is what the run released, under the privacy statement in its folder; using
+    it costs no budget.
+    """
+    from xcal.report.trained import load as load_trained
+
+    return load_trained(run)
 
 
 def plan(*, units: int, **keys: Any) -> Plan:
