@@ -65,8 +65,19 @@ def load(run: str | os.PathLike[str]) -> Trained:
 def plan(*, units: int, **keys: Any) -> Plan:
     """The noise plan of one client with `units` units.
 
+    Args:
+        units: how many units (images, or people) the client has.
+        **keys: keys of an experiment by name, as `epsilon`, `delta`, `method`, `rounds`
+            (docs/configuration.md); others keep their defaults.
+
+    Returns:
+        Steps, sampling rate, noise multipliers and the budget that they are charged to.
+
+    Raises:
+        UserError: for an impossible target, or a key that is not known.
+
     Guarantee: whatever the method's signal says, steps charged by this plan's filter are together
-    (ε, δ)-DP for one unit. Raises `xcal.errors.UserError` for impossible targets.
+    (ε, δ)-DP for one unit.
 
     >>> xcal = __import__("xcal")
     >>> target = {"epsilon": 0.5, "delta": 1e-5}
@@ -85,9 +96,22 @@ def run(
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
-    `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
-    change no result. Guarantee: nothing is released from a client before its ledger has recorded
-    the payment, durably.
+    Args:
+        out: the run's folder; must not exist yet, unless the run is resumed.
+        progress: is told of rounds and steps while it trains; None: nobody is.
+        resume: continue the run that stands in `out`, with no keys but `workers`, which change no
+            result.
+        **keys: keys of an experiment by name, as `method`, `epsilon`, `data`, `network`
+            (docs/configuration.md); others keep their defaults.
+
+    Returns:
+        The result: metrics on the test images, what every client spent, and how it was made.
+
+    Raises:
+        UserError: for what cannot be run; nothing was charged and `out` was not made.
+
+    Guarantee: nothing is released from a client before its ledger has recorded the payment,
+    durably; `statement.txt` in the folder says what holds for this run.
     """
     from xcal.errors import UserError
     from xcal.experiments import make_experiment

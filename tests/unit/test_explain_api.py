@@ -210,7 +210,7 @@ def test_the_names_are_functions_in_whatever_order_things_are_imported() -> None
         "from xcal.explain.road import road",
         "import xcal",
     ):
-        code = f"{first}; import xcal; print(xcal.explain.signal.__name__, callable(xcal.explain.road))"
+        code = f"{first}\nimport xcal.explain as e\nprint(e.signal.__name__, callable(e.road))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.split() == ["signal", "True"], done.stderr
 

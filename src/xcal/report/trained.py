@@ -130,9 +130,7 @@ class Trained:
         """What the network gives, (N, classes), before temperature and softmax."""
         if isinstance(images, Tensor):
             images = images[None] if images.dim() == 3 else images
-        elif isinstance(images, str | os.PathLike | Image.Image):
-            images = [images]
-        elif isinstance(images, np.ndarray) and images.ndim < 4:
+        elif isinstance(images, str | os.PathLike | Image.Image) or getattr(images, "ndim", 4) < 4:
             images = [images]
         elif not hasattr(images, "__len__"):
             images = list(images)
