@@ -48,22 +48,27 @@ def predict_command(
     _check_out(out, paths)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with LiveProgress(console) as shown, watched(shown.draw):
-        told = "Confidences are not calibrated: --no-calibrate was given."
-        if calibrate:
-            try:
-                trained = trained.calibrated(partial(shown.measure, "validation images"))
-                told = (
-                    f"Confidences are calibrated: temperature {trained.temperature:.3f}, fitted on"
-                    f" {trained.fitted_on}."
-                )
-            except UserError as reason:
-                told = f"Confidences are not calibrated: {reason}"
+        trained, told = with_temperature(trained, calibrate, shown)
         found = _predict(trained, paths, shown)
     write_bytes(out, _table(trained, paths, found).encode("utf-8", "surrogateescape"))
     for name, count in Counter(found.names).most_common():
         console.print(f"{count:>8}  {name or 'no finite answer'}")
     console.print(told)
     console.print(f"One row for each of {len(paths)} files is in {out}.")
+
+
+def with_temperature(trained: Trained, calibrate: bool, shown: LiveProgress) -> tuple[Trained, str]:
+    """The model with a fitted temperature where that may be, and what there is to say of it."""
+    if not calibrate:
+        return trained, "Confidences are not calibrated: --no-calibrate was given."
+    try:
+        fitted = trained.calibrated(partial(shown.measure, "validation images"))
+    except UserError as reason:
+        return trained, f"Confidences are not calibrated: {reason}"
+    return fitted, (
+        f"Confidences are calibrated: temperature {fitted.temperature:.3f}, fitted on"
+        f" {fitted.fitted_on}."
+    )
 
 
 def _paths(words: list[Path]) -> list[Path]:
