@@ -39,11 +39,14 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def load(run: str | os.PathLike[str]) -> Trained:
+def load(run: str | os.PathLike[str], *, model: Any = None, layer: Any = None) -> Trained:
     """A finished run's model, with all that it takes to use it.
 
     Args:
         run: the folder of the run, as `xcal.run` or `xcal run --out` made it.
+        model: where the run's network was given as an object: the same again, whose weights are
+            replaced by the run's.
+        layer: as it was given to `xcal.run`.
 
     Returns:
         `.model`, an nn.Module in evaluation mode; `.classes`, the names in the order of the
@@ -59,7 +62,7 @@ def load(run: str | os.PathLike[str]) -> Trained:
     """
     from xcal.report.trained import load as load_trained
 
-    return load_trained(run)
+    return load_trained(run, model=model, layer=layer)
 
 
 def plan(*, units: int, **keys: Any) -> Plan:
@@ -92,7 +95,16 @@ def plan(*, units: int, **keys: Any) -> Plan:
 
 
 def run(
-    out: str | Path, *, progress: Progress | None = None, resume: bool = False, **keys: Any
+    out: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    model: Any = None,
+    layer: Any = None,
+    data: Any = None,
+    groups: Any = None,
+    classes: Any = None,
+    **keys: Any,
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
@@ -100,8 +112,18 @@ def run(
         out: the run's folder; must not exist yet, unless the run is resumed.
         progress: is told of rounds and steps while it trains; None: nobody is.
         resume: continue the run that stands in `out`, with no keys but `workers`, which change no
-            result.
-        **keys: keys of an experiment by name, as `method`, `epsilon`, `data`, `network`
+            result; objects that it began with are given again.
+        model: a network as an object: an nn.Module, which trains from the weights that it has, or a
+            function or class that makes one, of (classes, *, seed), (classes) or nothing.
+        layer: the layer of that network whose output explanations are made of, by dotted name or,
+            of a module, as a module. None: its attribute `cam_layer`, or no explanations.
+        data: a data set's name, or one as objects: (train, validation, test), each a torch Dataset
+            of (image, label) or (image, label, group), a tuple of such arrays, or None. Images are
+            PIL, uint8, or floats in [0, 1]; they are normalized here.
+        groups: whose the training images are, one id each, or a tuple of three such lists; with
+            groups the unit of privacy is one group.
+        classes: the names of the classes of such data, or their number.
+        **keys: keys of an experiment by name, as `method`, `epsilon`, `network`
             (docs/configuration.md); others keep their defaults.
 
     Returns:
@@ -111,20 +133,10 @@ def run(
         UserError: for what cannot be run; nothing was charged and `out` was not made.
 
     Guarantee: nothing is released from a client before its ledger has recorded the payment,
-    durably; `statement.txt` in the folder says what holds for this run.
+    durably; `statement.txt` in the folder says what holds for this run. Of objects of your own it
+    names what is your word: who is one unit, and that the network treats every image by itself.
     """
-    from xcal.errors import UserError
-    from xcal.experiments import make_experiment
-    from xcal.federation.folder import RunFolder
-    from xcal.federation.local import run_experiment
-    from xcal.federation.setup import prepare
+    from xcal.federation.given import run_given
 
-    if resume:
-        workers = make_experiment({"workers": keys.pop("workers", None)}, "xcal.run").workers
-        if keys:
-            raise UserError("A resumed run keeps its configuration: give no keys with resume.")
-        return run_experiment(RunFolder.find(Path(out)), progress, workers=workers)
-    else:
-        federation = prepare(make_experiment(keys, "xcal.run"))  # refuse before DIR is made
-        folder = RunFolder.create(Path(out), federation.experiment, sorted(keys))
-    return run_experiment(folder, progress, federation)
+    objects = {"model": model, "layer": layer, "data": data, "groups": groups, "classes": classes}
+    return run_given(Path(out), objects, keys, progress, resume=resume)

@@ -6,6 +6,8 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -101,8 +103,8 @@ def _onnx(trained: Trained, about: str) -> tuple[bytes, Run]:
         raise UserError(
             "Exporting to ONNX needs the extra 'export': pip install 'xcal-fl[export]'."
         ) from None
-    file = io.BytesIO()
-    with _recording(trained, "onnx"):
+    with _recording(trained, "onnx"), TemporaryDirectory() as scratch:
+        file = Path(scratch) / "model.onnx"
         # The exporter that records, not the one that compiles: measured ten times as fast here,
         # and it needs no further package.
         torch.onnx.export(
@@ -114,7 +116,7 @@ def _onnx(trained: Trained, about: str) -> tuple[bytes, Run]:
             output_names=["logits"],
             dynamic_axes={"images": {0: "images"}, "logits": {0: "images"}},
         )
-    made = onnx.load_from_string(file.getvalue())
+        made = onnx.load(file)
     onnx.helper.set_model_props(made, {"xcal": about})
     onnx.checker.check_model(made)
     content = made.SerializeToString()

@@ -21,10 +21,14 @@ from xcal.data.files import BadFile
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
+from xcal.experiments import read_pinned
 from xcal.explain.inference import predict_logits
 from xcal.federation.evaluation import OnImages
+from xcal.federation.folder import RunFolder
+from xcal.federation.given import objects_of
 from xcal.federation.outcome import public_subset
 from xcal.metrics.temperature import confidences, fit_temperature
+from xcal.plugins import given
 from xcal.report.pictures import read_picture
 from xcal.report.runs import LoadedRun, load_data, load_run
 
@@ -119,11 +123,9 @@ class Trained:
     def answers(self, logits: NDArray[np.float64]) -> Predicted:
         """What logits (N, classes) of this model say, by the temperature."""
         found = confidences(logits, self.temperature)
-        answered = np.isfinite(found).all(axis=1)
+        answered: NDArray[np.bool_] = np.asarray(np.isfinite(found).all(axis=1))
         best = np.where(np.isfinite(found), found, 0).argmax(axis=1)
-        names = (
-            self.classes[i] if known else None for i, known in zip(best, answered, strict=True)
-        )
+        names = (self.classes[k] if answered[i] else None for i, k in enumerate(best))
         return Predicted(tuple(names), found, self.fitted_on is not None)
 
     def logits(self, images: Any, on_images: OnImages = lambda *_: None) -> NDArray[np.float64]:
@@ -168,9 +170,13 @@ class Trained:
         )
 
 
-def load(run: str | os.PathLike[str]) -> Trained:
+def load(run: str | os.PathLike[str], *, model: Any = None, layer: Any = None) -> Trained:
     """The finished run in the folder `run`, ready to use; see `xcal.load`."""
-    return Trained(load_run(Path(run)))
+    folder = Path(run)
+    RunFolder.find(folder)
+    objects = objects_of(read_pinned(folder / "experiment.toml"), {"model": model, "layer": layer})
+    with given(objects):
+        return Trained(load_run(folder))
 
 
 def public_validation(run: LoadedRun) -> Images:
