@@ -104,6 +104,7 @@ def run(
     data: Any = None,
     groups: Any = None,
     classes: Any = None,
+    loss: Any = None,
     **keys: Any,
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
@@ -123,6 +124,8 @@ def run(
         groups: whose the training images are, one id each, or a tuple of three such lists; with
             groups the unit of privacy is one group.
         classes: the names of the classes of such data, or their number.
+        loss: a function (logits, labels) that gives one number per image, by that image alone, or a
+            torch loss. None: cross-entropy.
         **keys: keys of an experiment by name, as `method`, `epsilon`, `network`
             (docs/configuration.md); others keep their defaults.
 
@@ -138,5 +141,6 @@ def run(
     """
     from xcal.federation.given import run_given
 
-    objects = {"model": model, "layer": layer, "data": data, "groups": groups, "classes": classes}
+    objects = {"model": model, "layer": layer, "loss": loss}
+    objects |= {"data": data, "groups": groups, "classes": classes}
     return run_given(Path(out), objects, keys, progress, resume=resume)

@@ -247,3 +247,72 @@ def test_a_class_is_made_by_the_seed_and_leaves_the_generator_alone(tmp_path: Pa
     assert torch.equal(one.inner.weight, two.inner.weight)
     assert not torch.equal(one.inner.weight, other.inner.weight)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def mixing(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits - logits.mean(0), labels, reduction="none")
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (1 - (-losses).exp()) ** 2 * losses
+
+
+@pytest.mark.parametrize("method", ["fl", "fl-dp", "xcal"])
+def test_a_loss_of_ones_own_is_what_is_trained(tmp_path: Path, method: str) -> None:
+    keys = {**TINY, **QUICK, "method": method}
+    plain = xcal.run(tmp_path / "plain", **keys)
+    same = xcal.run(tmp_path / "same", loss=nn.CrossEntropyLoss(), **keys)
+    smooth = xcal.run(tmp_path / "other", loss=focal, **keys)
+    weights = [
+        torch.cat([p.flatten() for p in xcal.load(tmp_path / name).model.parameters()])
+        for name in ("plain", "same", "other")
+    ]
+    torch.testing.assert_close(weights[0], weights[1])
+    assert not torch.allclose(weights[0], weights[2])
+    assert plain["epsilon_target"] == same["epsilon_target"] == smooth["epsilon_target"]
+    for one in ("same", "other"):
+        statement = " ".join((tmp_path / one / "statement.txt").read_text().split())
+        assert "the loss given:" in statement
+
+
+def test_a_loss_by_name_works_on_the_command_line(
+    call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [f"--set={k}={v}" for k, v in {**TINY, **QUICK, "method": "fl"}.items()]
+    module = "test_given_objects_losses"
+    (tmp_path / f"{module}.py").write_text(
+        "import torch.nn.functional as F\n"
+        "def soft(logits, labels):\n"
+        "    return F.cross_entropy(logits, labels, reduction='none', label_smoothing=0.3)\n"
+        "def broken(logits, labels):\n"
+        "    return logits.mean()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, complaint = call("run", *sets, f"--set=loss={module}:soft", "--out", "run")
+    assert code == 0, complaint
+    for wrong in ("broken", "missing"):
+        code, complaint = call("run", *sets, f"--set=loss={module}:{wrong}", "--out", "no")
+        assert code == 2 and complaint.count("\n") == 1 and "loss" in complaint
+    code, complaint = call(
+        "run", *sets, f"--set=loss={module}:soft", "--engine", "flower", "--out", "no"
+    )
+    assert code == 2 and "cross-entropy" in complaint
+    assert not Path("no").exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (mixing, "mixes the samples"),
+        (lambda logits, labels: logits.mean(), "one number per sample"),
+        (lambda logits, labels: torch.zeros(len(labels)), "no gradient"),
+        (lambda logits: logits, "failed in a trial"),
+        (nn.CrossEntropyLoss, "no torch loss"),
+        (nn.Sequential(nn.Linear(3, 1)), "trains parameters"),
+    ],
+)
+def test_a_loss_that_cannot_be_bounded_is_refused(tmp_path: Path, loss, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        xcal.run(tmp_path / "run", **{**TINY, **QUICK, "method": "fl-dp"}, loss=loss)
+    assert not (tmp_path / "run").exists()

@@ -23,6 +23,9 @@ from xcal.federation.setup import prepare
 from xcal.models.given import builder_of
 from xcal.plugins import GIVEN, given
 
+_KEYS = {"model": "network", "data": "data", "loss": "loss"}
+"""The experiment's key for each argument of `xcal.run` that takes an object."""
+
 
 def run_given(
     out: Path,
@@ -34,7 +37,7 @@ def run_given(
 ) -> dict[str, Any]:
     """`xcal.run`: train into `out`, or go on there. `objects` by the names of its arguments."""
     objects = {name: value for name, value in objects.items() if value is not None}
-    for name, key in (("data", "data"), ("model", "network")):
+    for name, key in _KEYS.items():
         if isinstance(objects.get(name), str):
             keys = {**keys, key: objects.pop(name)}
     if resume:
@@ -49,6 +52,8 @@ def run_given(
     chosen: dict[str, Any] = {}
     if "model" in objects:
         chosen["network"] = _made_up_name(objects["model"])
+    if "loss" in objects:
+        chosen["loss"] = _made_up_name(objects["loss"])
     if "data" in objects:
         chosen["data"] = _made_up_name("data")
         objects["data"] = _data_of(objects, keys.get("pixels"))
@@ -63,15 +68,17 @@ def run_given(
 def objects_of(experiment: Experiment, objects: Mapping[str, Any]) -> dict[str, Any]:
     """The objects under the names that the experiment has for them."""
     found: dict[str, Any] = {}
-    for name, key in (("model", "network"), ("data", "data")):
-        wanted = getattr(experiment, key)
+    for name, key in _KEYS.items():
+        wanted = getattr(experiment, key) or "cross-entropy"
         if objects.get(name) is None:
             continue
         if not wanted.startswith(GIVEN):
             raise UserError(
                 f"The run's {key} is {wanted!r}, which is found by its name: leave out {name}."
             )
-        if name == "model":
+        if name == "loss":
+            found[wanted] = objects["loss"]
+        elif name == "model":
             found[wanted] = builder_of(objects["model"], objects.get("layer"))
         else:
             data = _data_of(objects, experiment.pixels)
@@ -96,11 +103,11 @@ def _check(objects: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
             )
     if "model" in objects and "network" in keys:
         raise UserError("model and network are two ways to say which network: give one of them.")
-    named = [name for name in ("model", "data") if name in objects]
+    named = [name for name in _KEYS if name in objects]
     if named and keys.get("sites") is not None:
         raise UserError(
-            f"Sites know {named[0]} by its name only: give it as package.module:name"
-            f" ({'network' if named[0] == 'model' else 'data'}), or leave out sites."
+            f"Sites take no {named[0]} as an object: give it by name ({_KEYS[named[0]]} ="
+            " 'package.module:name'), or leave out sites."
         )
 
 

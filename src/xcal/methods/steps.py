@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xcal.dp.clipping import Bound, ClippedSum, joined
+from xcal.dp.clipping.losses import per_sample
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.methods.client_data import Batch
@@ -27,7 +27,7 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
     for rows in torch.split(everyone, context.chunk) if len(everyone) else ():
         part = batch.only(rows)
         forward, inputs = _forward(context, part)
-        losses = F.cross_entropy(forward(inputs), part.labels, reduction="none")
+        losses, _ = per_sample(context.loss, forward(inputs), part.labels)
         total = (losses * share[rows]).sum() / context.batch
         slopes = torch.autograd.grad(total, list(parameters.values()))
         gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
@@ -71,6 +71,7 @@ def clipped_sum(
                 n_units=None if alone else last - first,
                 capture=capture,
                 forward=forward,
+                loss=context.loss,
             )
         )
     sums = joined(parts)
