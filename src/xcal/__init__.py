@@ -1,22 +1,29 @@
 """XCal-FL: federated training of image classifiers under a hard differential-privacy budget.
 
 `xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
-of an experiment (`xcal.config.Experiment`) by name. `xcal.PrivacyEngine` makes a torch training
-loop of your own private, with the calls of Opacus.
+of an experiment (`xcal.config.Experiment`) by name. `xcal.load(...)` gives a trained run's model.
+`xcal.PrivacyEngine` makes a torch training loop of your own private, with the calls of Opacus.
+`xcal.explain` makes and measures explanations of any torch network.
 """
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xcal.version import VERSION
+
 if TYPE_CHECKING:
+    from xcal import explain as explain
     from xcal.dp.calibration import Plan
     from xcal.dp.engine import PrivacyEngine
     from xcal.federation.local import Progress
+    from xcal.report.trained import Trained
 
-__version__ = "0.1.0"
-__all__ = ["PrivacyEngine", "__version__", "plan", "run"]
+__version__ = VERSION
+__all__ = ["PrivacyEngine", "__version__", "explain", "load", "plan", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,14 +32,57 @@ def __getattr__(name: str) -> Any:
         from xcal.dp.engine import PrivacyEngine
 
         return PrivacyEngine
+    if name == "explain":
+        return import_module("xcal.explain")
     raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load(run: str | os.PathLike[str], *, model: Any = None, layer: Any = None) -> Trained:
+    """A finished run's model, with all that it takes to use it.
+
+    Args:
+        run: the folder of the run, as `xcal.run` or `xcal run --out` made it.
+        model: where the run's network was given as an object: the same again, whose weights are
+            replaced by the run's.
+        layer: as it was given to `xcal.run`.
+
+    Returns:
+        `.model`, an nn.Module in evaluation mode; `.classes`, the names in the order of the
+        logits; `.preprocess(image)` from a path, PIL image or array to the tensor that the model
+        takes; `.predict(images)` with `.names` and `.confidences`; `.calibrated()`, the same with
+        one temperature fitted on public validation images.
+
+    Raises:
+        UserError: where there is no run, it is not finished, or its weights are damaged.
+
+    Guarantee: the model is what the run released, under the privacy statement in its folder; using
+    it costs no budget.
+    """
+    from xcal.report.trained import load as load_trained
+
+    return load_trained(run, model=model, layer=layer)
 
 
 def plan(*, units: int, **keys: Any) -> Plan:
     """The noise plan of one client with `units` units.
 
+    Args:
+        units: how many units (images, or people) the client has.
+        **keys: keys of an experiment by name, as `epsilon`, `delta`, `method`, `rounds`
+            (docs/configuration.md); others keep their defaults.
+
+    Returns:
+        Steps, sampling rate, noise multipliers and the budget that they are charged to.
+
+    Raises:
+        UserError: for an impossible target, or a key that is not known.
+
     Guarantee: whatever the method's signal says, steps charged by this plan's filter are together
-    (ε, δ)-DP for one unit. Raises `xcal.errors.UserError` for impossible targets.
+    (ε, δ)-DP for one unit.
 
     >>> xcal = __import__("xcal")
     >>> target = {"epsilon": 0.5, "delta": 1e-5}
@@ -47,26 +97,52 @@ def plan(*, units: int, **keys: Any) -> Plan:
 
 
 def run(
-    out: str | Path, *, progress: Progress | None = None, resume: bool = False, **keys: Any
+    out: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    model: Any = None,
+    layer: Any = None,
+    data: Any = None,
+    groups: Any = None,
+    classes: Any = None,
+    loss: Any = None,
+    **keys: Any,
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
-    `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
-    change no result. Guarantee: nothing is released from a client before its ledger has recorded
-    the payment, durably.
-    """
-    from xcal.errors import UserError
-    from xcal.experiments import make_experiment
-    from xcal.federation.folder import RunFolder
-    from xcal.federation.local import run_experiment
-    from xcal.federation.setup import prepare
+    Args:
+        out: the run's folder; must not exist yet, unless the run is resumed.
+        progress: is told of rounds and steps while it trains; None: nobody is.
+        resume: continue the run that stands in `out`, with no keys but `workers`, which change no
+            result; objects that it began with are given again.
+        model: a network as an object: an nn.Module, which trains from the weights that it has, or a
+            function or class that makes one, of (classes, *, seed), (classes) or nothing.
+        layer: the layer of that network whose output explanations are made of, by dotted name or,
+            of a module, as a module. None: its attribute `cam_layer`, or no explanations.
+        data: a data set's name, or one as objects: (train, validation, test), each a torch Dataset
+            of (image, label) or (image, label, group), a tuple of such arrays, or None. Images are
+            PIL, uint8, or floats in [0, 1]; they are normalized here.
+        groups: whose the training images are, one id each, or a tuple of three such lists; with
+            groups the unit of privacy is one group.
+        classes: the names of the classes of such data, or their number.
+        loss: a function (logits, labels) that gives one number per image, by that image alone, or a
+            torch loss. None: cross-entropy.
+        **keys: keys of an experiment by name, as `method`, `epsilon`, `network`
+            (docs/configuration.md); others keep their defaults.
 
-    if resume:
-        workers = make_experiment({"workers": keys.pop("workers", None)}, "xcal.run").workers
-        if keys:
-            raise UserError("A resumed run keeps its configuration: give no keys with resume.")
-        return run_experiment(RunFolder.find(Path(out)), progress, workers=workers)
-    else:
-        federation = prepare(make_experiment(keys, "xcal.run"))  # refuse before DIR is made
-        folder = RunFolder.create(Path(out), federation.experiment, sorted(keys))
-    return run_experiment(folder, progress, federation)
+    Returns:
+        The result: metrics on the test images, what every client spent, and how it was made.
+
+    Raises:
+        UserError: for what cannot be run; nothing was charged and `out` was not made.
+
+    Guarantee: nothing is released from a client before its ledger has recorded the payment,
+    durably; `statement.txt` in the folder says what holds for this run. Of objects of your own it
+    names what is your word: who is one unit, and that the network treats every image by itself.
+    """
+    from xcal.federation.given import run_given
+
+    objects = {"model": model, "layer": layer, "loss": loss}
+    objects |= {"data": data, "groups": groups, "classes": classes}
+    return run_given(Path(out), objects, keys, progress, resume=resume)

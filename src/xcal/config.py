@@ -206,6 +206,12 @@ class Experiment(BaseModel):
     max_grad_norm: Positive = key(
         1.0, description="clipping norm C; in dp-fedavg S, of a client's update", travels=True
     )
+    loss: str | None = key(
+        None,
+        description="package.module:name of a function (logits, labels) that gives one number per"
+        " image, or of a torch loss; by default cross-entropy",
+        travels=False,
+    )
     optimizer: Literal["sgd", "momentum", "adam"] = key(
         "sgd", description="the local optimizer", travels=True
     )

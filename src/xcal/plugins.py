@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,35 @@ PASSED = (UserError, MemoryError)
 _FILES: dict[str, list[str]] = {}  # of the modules that were asked for, and what of them was
 
 
+_GIVEN: dict[str, Any] = {}  # objects handed to `xcal.run` while it runs, by their made-up name
+GIVEN = "given:"
+"""How the name of an object begins that was handed over as such and cannot be imported."""
+
+
 class OwnCodeError(UserError):
     """Code of the user's own failed, or is not what it has to be; says which and how."""
 
 
+@contextmanager
+def given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Within, these objects are found by their names, which begin with `GIVEN`."""
+    _GIVEN.update(objects)
+    try:
+        yield
+    finally:
+        for name in objects:
+            _GIVEN.pop(name, None)
+
+
 def load_object(path: str, what: str) -> Any:
     """Import what `package.module:name` names; also from the current folder, which comes last."""
+    if path in _GIVEN:
+        return _GIVEN[path]
+    if path.startswith(GIVEN):
+        raise OwnCodeError(
+            f"The {what} {path!r} was given to xcal.run as an object and has no name to import it"
+            " by: give it again, to xcal.run with resume=True or to xcal.load."
+        )
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
         raise OwnCodeError(

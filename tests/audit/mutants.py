@@ -22,7 +22,6 @@ import xcal.dp.filter
 import xcal.dp.ledger.rows
 import xcal.dp.noise
 import xcal.dp.sampling
-import xcal.explain.signal
 import xcal.federation.local
 import xcal.federation.site_directory
 import xcal.methods.adap_dpfl
@@ -39,6 +38,7 @@ from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
+from xcal.explain.signal import fill_values
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.agp_dp import ProtectedChannels
 from xcal.methods.client_data import Inputs, LocalData
@@ -96,7 +96,7 @@ def no_clipping(patch: Patch) -> None:
 
 
 def private_fill(patch: Patch) -> None:
-    real = xcal.explain.signal.fill_values
+    real = fill_values
 
     def mutated(images: torch.Tensor, fill: Any) -> torch.Tensor:
         return images.mean(dim=(0, 2, 3), keepdim=True)

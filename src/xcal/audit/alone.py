@@ -27,6 +27,7 @@ from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import StepRecord, trainable
+from xcal.methods.loss import loss_of
 from xcal.methods.registry import method_of
 from xcal.models.registry import build_network
 
@@ -118,6 +119,7 @@ def train_alone(
             noise=noise or SeededNoise(experiment.seed),
             build_model=build,
             make_engine=make_engine,
+            loss=loss_of(experiment),
         )
         watched = build_network(experiment, classes)
         weights: Weights = {k: p.detach().clone() for k, p in trainable(watched).items()}

@@ -13,10 +13,12 @@ from xcal.cli import (
     demo,
     evaluate,
     explain,
+    export,
     federation,
     ledger,
     panel,
     plan,
+    predict,
     report,
     run,
     site,
@@ -53,7 +55,9 @@ app.command("plan")(plan.plan_command)
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
 app.command("evaluate")(evaluate.evaluate_command)
+app.command("predict")(predict.predict_command)
 app.command("explain")(explain.explain_command)
+app.command("export")(export.export_command)
 app.command("audit")(audit.audit_command)
 app.command("panel")(panel.panel_command)
 app.command("study")(study.study_command)

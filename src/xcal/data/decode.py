@@ -72,7 +72,7 @@ def decode_image(data: bytes, name: str, pixels: int) -> tuple[Square, tuple[int
             # A JPEG can be decoded at half or a quarter of its size, never below what is needed.
             image.draft(None, (pixels, pixels))
             picture: Image.Image = ImageOps.exif_transpose(image)
-            return squared(_as_rgb(picture), pixels), size
+            return squared(as_rgb(picture), pixels), size
     except BadFile:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -90,7 +90,8 @@ def squared(image: Image.Image, pixels: int) -> Square:
     return np.asarray(image.convert("RGB"), dtype=np.uint8)
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
+def as_rgb(image: Image.Image) -> Image.Image:
+    """In eight bits, gray or RGB; values beyond eight bits are scaled by the image's own range."""
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         return Image.fromarray(to_eight_bits(np.asarray(image)))
     if image.mode == "P" and "transparency" in image.info:

@@ -51,6 +51,8 @@ PLUGINS = {
     " this software enforces that no step without a charge reaches the model",
     "network": "that it treats every image by itself is checked on made-up images only, and else"
     " its author's word",
+    "loss": "that it judges every image by itself is checked on made-up logits only, and else its"
+    " author's word",
     "data": "who is one unit, and that nothing about an image was computed from others, is its"
     " author's word",
 }

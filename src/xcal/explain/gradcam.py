@@ -4,7 +4,8 @@ Every network names the module whose output is the feature map (`cam_layer`) and
 average pooling and one linear layer follow it, that linear layer (`head_layer`). For such a
 network the gradient of class j's logit with respect to channel c is `W[j, c] / (H*W)` in every
 cell, so no backward pass is needed. Other heads go through autograd, which is also the oracle the
-closed form is tested against.
+closed form is tested against. A network whose layer gives tokens has a `cam_reshape` as well, a
+function that lays them out as (images, channels, height, width).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def forward_with_features(model: nn.Module, images: Tensor) -> tuple[Tensor, Ten
     The pass runs in whatever mode and under whatever gradient setting the caller has chosen, so
     a training step takes its features from here for nothing. No hook is left behind.
     """
-    return _forward_capturing(model, images, keep=lambda output: output)
+    logits, features = _forward_capturing(model, images, keep=lambda output: (output, output))
+    return logits, _laid_out(model, features)
 
 
 def closed_form_maps(features: Tensor, head_weight: Tensor, classes: Tensor) -> Tensor:
@@ -153,8 +155,10 @@ def _features_and_gradients(
 
     # The graph is cut at the feature map, so that the backward pass covers the head only, works
     # on a frozen network, and reaches no parameter's .grad.
-    def leaf(output: Tensor) -> Tensor:
-        return output.detach().requires_grad_(True)
+    # What goes on is a copy: a layer that works in place may overwrite it.
+    def leaf(output: Tensor) -> tuple[Tensor, Tensor]:
+        cut = output.detach().requires_grad_(True)
+        return cut, cut.clone()
 
     with torch.enable_grad():
         logits, features = _forward_capturing(model, images, keep=leaf)
@@ -167,7 +171,7 @@ def _features_and_gradients(
                 "name a layer that the logits are computed from."
             )
         (gradients,) = torch.autograd.grad(chosen, features)
-    return features.detach(), gradients
+    return _laid_out(model, features.detach()), _laid_out(model, gradients)
 
 
 def _maps_from_gradients(features: Tensor, gradients: Tensor, method: MapMethod) -> Tensor:
@@ -197,17 +201,27 @@ def _weighed(features: Tensor, weights: Tensor) -> Tensor:
 
 
 def _forward_capturing(
-    model: nn.Module, images: Tensor, keep: Callable[[Tensor], Tensor]
+    model: nn.Module, images: Tensor, keep: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Forward pass in which `keep(output)` takes the place of the CAM layer's output."""
+    """Forward pass: logits and what is kept of the CAM layer's output.
+
+    `keep(output)` gives what is kept and what takes the output's place.
+    """
     captured: list[Tensor] = []
     versions: list[int] = []
 
-    def capture(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        kept = keep(output)
+    def capture(_module: nn.Module, _inputs: object, output: object) -> object:
+        # Layers of transformers often return their output first in a tuple.
+        tensor = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(tensor, Tensor):
+            raise UserError(
+                f"The output of cam_layer {model.cam_layer!r} is a {type(tensor).__name__} and not"
+                " a tensor: name another layer."
+            )
+        kept, passed_on = keep(tensor)
         captured.append(kept)
         versions.append(_version(kept))
-        return kept
+        return (passed_on, *output[1:]) if isinstance(output, tuple) else passed_on
 
     handle = _submodule(model, "cam_layer").register_forward_hook(capture)
     try:
@@ -220,11 +234,6 @@ def _forward_capturing(
             "forward pass goes through."
         )
     features = captured[-1]
-    if features.dim() != 4:
-        raise UserError(
-            f"The output of cam_layer {model.cam_layer!r} has {features.dim()} dimensions: name a "
-            "layer whose output is (images, channels, height, width)."
-        )
     if _version(features) != versions[-1]:
         # The map would silently be that of another layer.
         raise UserError(
@@ -232,6 +241,20 @@ def _forward_capturing(
             "make that layer work out of place, or name it as the cam_layer."
         )
     return logits, features
+
+
+def _laid_out(model: nn.Module, output: Tensor) -> Tensor:
+    """The layer's output, or a gradient of it, as (images, channels, height, width)."""
+    reshape = getattr(model, "cam_reshape", None)
+    shaped: Tensor = output if reshape is None else reshape(output)
+    if shaped.dim() != 4 or len(shaped) != len(output):
+        given = " after cam_reshape" if reshape is not None else ""
+        raise UserError(
+            f"The output of cam_layer {model.cam_layer!r} has {shaped.dim()} dimensions{given}: "
+            "name a layer whose output is (images, channels, height, width), or give a reshape "
+            "that makes it so."
+        )
+    return shaped
 
 
 def _version(tensor: Tensor) -> int:

@@ -219,6 +219,14 @@ def _of_images(
             maps = gradcam_maps(model, images, predicted)
         else:
             maps = closed_form_maps(features.detach(), head_weight, predicted)
+        return judged(model, images, logits, maps, settings)
+
+
+def judged(
+    model: nn.Module, images: Tensor, logits: Tensor, maps: Tensor, settings: SignalSettings
+) -> Components:
+    """The components of each image for `maps` (N, h, w) of the classes that `logits` predict."""
+    with torch.no_grad():
         # A network could swallow a broken pixel (a clamp, a maximum); the image stays broken.
         maps = torch.where(_all_finite(images)[:, None, None], maps, math.nan)
         cells = top_cells(maps, settings.q, positive_only=settings.positive_only)

@@ -27,6 +27,18 @@ LIMITS = (
     " medicine.",
     "An image of something the classes do not name is given one of them all the same.",
 )
+LOADING = (
+    "In the folder of this card:",
+    "",
+    "```python",
+    "import xcal",
+    "",
+    'trained = xcal.load(".")',
+    'found = trained.predict(["image.png"])',
+    "print(found.names, found.confidences, trained.classes)",
+    'network, images = trained.model, trained.preprocess("image.png")[None]',
+    "```",
+)
 
 
 def card_text(
@@ -43,6 +55,7 @@ def card_text(
     sections = [
         _heading(data, result),
         _section("Intended use", [INTENDED_USE]),
+        _section("Use it", LOADING),
         _section("Privacy", _privacy(statement, result)),
         _section("Measured on the test images", _metrics(data, result)),
         _section("Data", _data(experiment, data, statement, result)),

@@ -19,6 +19,7 @@ from torch import nn
 
 from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.losses import Loss
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Head
 from xcal.dp.noise import NoiseSource
@@ -61,6 +62,7 @@ class LoadedSite:
     expected_head: Head | None = None
     sigma_floor: float = 0.0  # the owner's lowest noise multiplier
     dealt: bool = False  # whether its images were dealt out, and one unit less moves others
+    loss: Loss | None = None  # one number per image; None: cross-entropy
     partition: PartitionRecord | None = None  # which images of the data set these are
     # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
     admit: Callable[[Ledger], None] | None = None

@@ -40,6 +40,7 @@ from xcal.federation.simulated import make_ledger
 from xcal.federation.site_directory import Owner, read_owner
 from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.methods.client_data import LocalData
+from xcal.methods.loss import loss_of
 from xcal.models.registry import build_network
 
 __all__ = ["InProcess", "NullCallback", "Progress", "public_subset", "run_experiment"]
@@ -243,6 +244,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
             dealt=federation.dealt,
             partition=None if experiment.sites is None else federation.partition(client),
             build_model=lambda: build_network(experiment, classes).to(experiment.device),
+            loss=loss_of(experiment),
         )
         side = federation.data.train.pixels.shape[1]
         clients.append(LocalClient(name, owner, Held(site, classes, side), client))

@@ -22,16 +22,17 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from xcal import __version__
+
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, names_of_today, travels
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.federation.refusals import CODES, Refused
+from xcal.version import VERSION
 from xcal.methods.context import StepRecord, digest_tensors
 
 FORMAT = 1
-VERSION = __version__
+
 """What this program speaks: it stands in every message and is read before anything else."""
 
 

@@ -107,7 +107,9 @@ def write_preamble(
             epsilon_nominal=nominal_epsilon(federation.method, experiment),
             preset=experiment.preset,
             add_remove=add_remove_of(federation, reports),
-            plugins={key: name for key in PLUGINS if ":" in (name := getattr(experiment, key))},
+            plugins={
+                key: name for key in PLUGINS if ":" in (name := getattr(experiment, key) or "")
+            },
             measured=_measured(federation),
             shared_groups=federation.shared_groups > 0,
             # Of a data set whose training images nobody here trains on it says nothing.

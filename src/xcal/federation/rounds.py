@@ -201,6 +201,7 @@ def _train(
         split=split if kept else None,
         chunk=experiment.chunk,
         rows=rows,
+        loss=site.loss,
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)

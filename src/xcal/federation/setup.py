@@ -27,6 +27,7 @@ from xcal.federation.preflight import check_network, unmeasured
 from xcal.federation.refusals import naming
 from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
+from xcal.methods.loss import check_loss
 from xcal.methods.registry import checked_plan, method_of
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
@@ -332,6 +333,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             + ("." if may_measure(experiment) else f", and {AGREE}.")
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
+    if experiment.loss is not None and experiment.sites is not None:
+        raise UserError("Sites train with cross-entropy: leave out loss, or leave out sites.")
+    check_loss(experiment, len(data.classes))
     unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
     federation = Federation(
         experiment,
@@ -382,6 +386,8 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             "The clients of this federation hold their own data and sites: leave out sites, and"
             " choose another method than centralized."
         )
+    if experiment.loss is not None:
+        raise UserError("Clients elsewhere train with cross-entropy: leave out loss.")
     if experiment.group_cap is not None:
         raise UserError(
             "group_cap is each client's own choice where it holds its own data: leave it out, and"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from xcal.dp.account import Account
 from xcal.dp.accounting import CostTable
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.losses import Loss
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
@@ -164,6 +165,7 @@ class StepContext:
     chunk: int = 256  # rows that go through the network at once
     rows: int = 0  # of every pass, filled up; 0: as many as there are
     charges: list[int] = field(default_factory=list)  # the steps charged, in order
+    loss: Loss | None = None  # one number per image; None: cross-entropy
 
     @cached_property
     def frozen(self) -> str:

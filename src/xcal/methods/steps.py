@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from xcal.dp.clipping import Bound, ClippedSum, joined
+from xcal.dp.clipping.losses import per_sample
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.dp.sampling import filled_up
@@ -31,7 +31,7 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
     for rows in torch.split(everyone, context.chunk) if len(everyone) else ():
         part = batch.only(rows)
         forward, inputs = _forward(context, part)
-        losses = F.cross_entropy(forward(inputs), part.labels, reduction="none")
+        losses, _ = per_sample(context.loss, forward(inputs), part.labels)
         total = (losses * share[rows]).sum() / context.batch
         slopes = torch.autograd.grad(total, list(parameters.values()))
         gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
@@ -75,6 +75,7 @@ def clipped_sum(
                 n_units=None if alone else last - first,
                 capture=capture,
                 forward=forward,
+                loss=context.loss,
             )
         )
     sums = joined(parts)

@@ -47,7 +47,7 @@ def find_pictures(run: LoadedRun, words: Sequence[str]) -> list[Picture]:
             elif Path(word).is_dir():
                 found += _from_folder(Path(word), pixels)
             else:
-                found.append(_from_file(Path(word), pixels))
+                found.append(Picture(Path(word).name, read_picture(Path(word), pixels)))
     return found
 
 
@@ -93,21 +93,22 @@ def _from_test(test: Images, which: str) -> Picture:
 
 
 def _from_folder(folder: Path, pixels: int) -> list[Picture]:
-    files = FolderFiles(folder)
-    names = [name for name in files.sizes if is_image_name(name)]
-    if not names:
+    return [
+        Picture(path.relative_to(folder).as_posix(), read_picture(path, pixels))
+        for path in folder_images(folder)
+    ]
+
+
+def folder_images(folder: Path) -> list[Path]:
+    """All image files in a folder and below, by name."""
+    found = [folder / name for name in FolderFiles(folder).sizes if is_image_name(name)]
+    if not found:
         raise UserError(f"The folder {folder} holds no images ({_known_endings()}).")
-    pictures = []
-    for name in names:
-        try:
-            square, _ = decode_file(files, name, pixels)
-        except BadFile as problem:
-            raise _refused(folder / name, problem) from None
-        pictures.append(Picture(name, square))
-    return pictures
+    return found
 
 
-def _from_file(path: Path, pixels: int) -> Picture:
+def read_picture(path: Path, pixels: int) -> NDArray[np.uint8]:
+    """One image file, whatever its kind, as (pixels, pixels, 3)."""
     if not path.is_file():
         raise UserError(f"There is no image {path}: check the path.")
     files = _OneFile(path)
@@ -122,7 +123,7 @@ def _from_file(path: Path, pixels: int) -> Picture:
             square, _ = decode_file(files, path.name, pixels)
     except BadFile as problem:
         raise _refused(path, problem) from None
-    return Picture(path.name, square)
+    return square
 
 
 class _OneFile(FolderFiles):

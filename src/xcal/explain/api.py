@@ -1,0 +1,315 @@
+"""Maps, ROAD and the signal for any torch network: what `xcal.explain` offers to a script.
+
+The functions beside this file ask a network for its `cam_layer`. Here the layer is an argument,
+images and maps are tensors or arrays, and results come back as what the images were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from xcal.errors import UserError
+from xcal.explain.gradcam import MapMethod, gradcam_maps
+from xcal.explain.inference import predict_logits
+from xcal.explain.road import RoadResult, RoadSettings
+from xcal.explain.road import road as _road
+from xcal.explain.signal import Fill, SignalSettings, judged, scores
+
+Array = Any  # a torch tensor or a numpy array
+Layer = nn.Module | str
+Reshape = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How well each image's explanation holds: `score` in [0, 1] and its three parts, (N,) each.
+
+    All four are tensors where the images were, and arrays otherwise. NaN in the parts marks an
+    image with a number that is not finite; its score is 0.
+    """
+
+    score: Array
+    logit_drop: Array
+    margin: Array
+    concentration: Array
+
+
+def gradcam(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None = None,
+    classes: Array | Sequence[int] | int | None = None,
+    *,
+    method: MapMethod = "gradcam",
+    reshape: Reshape | None = None,
+    batch_size: int = 64,
+) -> Array:
+    """Grad-CAM of each image: where the layer's features speak for a class.
+
+    Computed in evaluation mode; the model comes back as it was: modes, gradients, hooks, and the
+    random state.
+
+    Args:
+        model: any network that takes the images and gives logits (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        layer: the layer whose output is explained, as a module of the network or by its dotted
+            name; usually the last one before pooling. None: the network's own `cam_layer`.
+        classes: the class of each image (N,), or one for all. None: the predicted ones.
+        method: "gradcam", "gradcam++" or "hirescam".
+        reshape: for a layer that gives tokens: lays its output out as (N, channels, h, w), as
+            `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))` does for a ViT's.
+        batch_size: images a forward pass.
+
+    Returns:
+        Maps (N, h, w), non-negative, of the layer's height and width; a tensor on the images'
+        device where the images are one, else a float32 or float64 array.
+
+    Raises:
+        UserError: for a layer that is not the network's, or images that it does not take.
+
+    Guarantee: none, ε = ∞. A map of a private image is as private as the image.
+    """
+    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
+    chosen = _classes(network, inputs, classes)
+    return _like(
+        images, gradcam_maps(network, inputs, chosen, method=method, batch_size=batch_size)
+    )
+
+
+def road(
+    model: nn.Module,
+    images: Array,
+    maps: Array,
+    classes: Array | Sequence[int] | int | None = None,
+    *,
+    levels: Sequence[float] = RoadSettings.levels,
+    noise: float = RoadSettings.noise,
+    seed: int = RoadSettings.seed,
+    batch_size: int = RoadSettings.batch_size,
+) -> RoadResult:
+    """ROAD (Rong et al. 2022): does removing what the maps call important change the answer?
+
+    Pixels are removed most salient first and least salient first, and imputed from those that are
+    left. `result.road` is the mean difference of the two changes of confidence, halved.
+
+    Args:
+        model: any network that takes the images and gives two logits or more, (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        maps: one for each image, (N, h, w) or (N, 1, h, w), of any explanation; they are enlarged
+            to the images.
+        classes: the class that each map explains (N,), or one for all. None: the predicted ones.
+        levels: percent of the pixels that are removed, each above 0 and below 100.
+        noise: standard deviation of what is added to imputed values, in the units of the images.
+        seed: of that noise and of the order among equally salient pixels.
+        batch_size: images a forward pass.
+
+    Returns:
+        `road` in [-1/2, 1/2], 0 for a map that tells nothing; `scores` (N,), the curves `morf` and
+        `lerf` (N, levels) as arrays; `summary()` as plain numbers.
+
+    Raises:
+        UserError: for maps that do not fit the images, or a network of one logit.
+
+    Guarantee: none, ε = ∞. Numbers of private images are not for release.
+    """
+    network, inputs = _Network(model), _inputs(model, images)
+    settings = RoadSettings(tuple(levels), noise, seed, batch_size)
+    if len(inputs):
+        _check_compares(predict_logits(network, inputs[:1]))
+    return _road(
+        network, inputs, _maps(maps, inputs), settings, classes=_classes(network, inputs, classes)
+    )
+
+
+def signal(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None = None,
+    *,
+    maps: Array | None = None,
+    q: float = SignalSettings.q,
+    alpha: float = SignalSettings.alpha,
+    beta: float = SignalSettings.beta,
+    gamma: float = SignalSettings.gamma,
+    fill: Fill = SignalSettings.fill,
+    reshape: Reshape | None = None,
+    batch_size: int = 64,
+) -> Signal:
+    """How well the explanation of each prediction holds, as the method `xcal` measures it.
+
+    The most salient cells are covered: score = clip((α·drop + β·margin)·concentrationᵞ, 0, 1) of
+    the fall of the predicted logit, the lead that another class then has, and the share of the map
+    that was covered.
+
+    Args:
+        model: any network that takes the images and gives two logits or more, (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        layer: the layer whose Grad-CAM is judged, by module or dotted name. None: the network's
+            own `cam_layer`.
+        maps: judge these instead, of the predicted classes, (N, h, w) or (N, 1, h, w) and
+            non-negative; no layer is needed then.
+        q: share of the cells that are covered, ties included, above 0 and at most 1.
+        alpha: weight of the logit's fall.
+        beta: weight of the margin.
+        gamma: exponent of the concentration.
+        fill: what covers a cell, in the units of the images: a number, one for each channel,
+            "imagenet" (which is 0) or "image-mean".
+        reshape: as in `gradcam`, for a layer that gives tokens.
+        batch_size: images a forward pass.
+
+    Returns:
+        A `Signal` of tensors or arrays, as the images are.
+
+    Raises:
+        UserError: for a layer or maps that do not fit, or a network of one logit.
+
+    Guarantee: none, ε = ∞; each image's numbers depend on that image and the model alone, and the
+    score is in [0, 1], which is what a private sum of scores is built on.
+    """
+    settings = SignalSettings(q, alpha, beta, gamma, fill)
+    inputs = _inputs(model, images)
+    network = _Network(model) if maps is not None else _at_layer(model, layer, reshape)
+    if not len(inputs):
+        nothing = torch.zeros(0, dtype=torch.float64)
+        return Signal(*(_like(images, nothing) for _ in range(4)))
+    logits = predict_logits(network, inputs, batch_size=batch_size)
+    _check_compares(logits)
+    if maps is None:
+        found = gradcam_maps(network, inputs, logits.argmax(dim=1), batch_size=batch_size)
+    else:
+        found = _maps(maps, inputs)
+        if bool((found < 0).any()):
+            raise UserError("The maps hold negative numbers: give the part above 0, or magnitudes.")
+    parts = judged(network, inputs, logits, found, settings)
+    whole = scores(parts, alpha, beta, gamma)
+    return Signal(
+        *(_like(images, v) for v in (whole, parts.logit_drop, parts.margin, parts.concentration))
+    )
+
+
+class _Network(nn.Module):
+    """A network held by another that only adds where its maps are taken; nothing in it changes."""
+
+    head_layer: str | None = None
+
+    def __init__(
+        self, model: nn.Module, layer: str | None = None, reshape: Reshape | None = None
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"The model is a {type(model).__name__}: give a torch.nn.Module.")
+        super().__init__()
+        self.training = model.training
+        self.whole = model
+        self.cam_layer = None if layer is None else f"whole.{layer}".removesuffix(".")
+        self.cam_reshape = reshape
+
+    def forward(self, images: Tensor) -> Tensor:
+        answer = self.whole(images)
+        logits = getattr(answer, "logits", answer)  # as Hugging Face's networks give them
+        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
+            what = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(
+                f"The network answers {len(images)} images with {what}: it must give logits of"
+                " shape (images, classes)."
+            )
+        return logits
+
+
+def _at_layer(model: nn.Module, layer: Layer | None, reshape: Reshape | None) -> _Network:
+    network = _Network(model)
+    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    if layer is None:
+        layer = getattr(model, "cam_layer", None)
+        reshape = reshape or getattr(model, "cam_reshape", None)
+        if layer is None:
+            raise UserError(
+                f"The network {type(model).__name__} does not name its cam_layer: give layer, a"
+                " module of the network or its dotted name."
+            )
+    if isinstance(layer, str):
+        if layer not in dict(model.named_modules(remove_duplicate=False)):
+            raise UserError(f"The network {type(model).__name__} has no layer {layer!r}.")
+        name = layer
+    elif isinstance(layer, nn.Module) and layer in names:
+        name = names[layer]
+    else:
+        raise UserError(
+            f"The layer given is no module of the network {type(model).__name__}: give one of its"
+            " modules, or a dotted name."
+        )
+    network = _Network(model, name, reshape)
+    if name and name == getattr(model, "cam_layer", None):
+        head = getattr(model, "head_layer", None)
+        network.head_layer = None if head is None else f"whole.{head}"
+    return network
+
+
+def _inputs(model: nn.Module, images: Array) -> Tensor:
+    """The images as a tensor of the network's device and precision."""
+    tensor = _tensor(images, "images")
+    if tensor.dim() != 4 or not tensor.is_floating_point():
+        raise UserError(
+            f"The images are {tensor.dtype} of shape {tuple(tensor.shape)}: give floating point of"
+            " shape (images, channels, height, width), as the network takes them."
+        )
+    own = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return tensor.detach() if own is None else tensor.detach().to(own.device, own.dtype)
+
+
+def _maps(maps: Array, inputs: Tensor) -> Tensor:
+    tensor = _tensor(maps, "maps").detach().to(inputs.device)
+    if tensor.dim() == 4 and tensor.shape[1] == 1:
+        tensor = tensor.squeeze(1)
+    if tensor.dim() != 3 or len(tensor) != len(inputs):
+        raise UserError(
+            f"The maps have shape {tuple(tensor.shape)} for {len(inputs)} images: give one for"
+            " each, (images, height, width) or (images, 1, height, width)."
+        )
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _classes(network: nn.Module, inputs: Tensor, classes: Any) -> Tensor | None:
+    if classes is None or not len(inputs):
+        return None
+    chosen = _tensor([classes] if isinstance(classes, int) else classes, "classes")
+    chosen = chosen.detach().to(inputs.device).reshape(-1)
+    if len(chosen) == 1:
+        chosen = chosen.expand(len(inputs))
+    count = predict_logits(network, inputs[:1]).shape[1]
+    if chosen.is_floating_point() or len(chosen) != len(inputs):
+        raise UserError(
+            f"There are {len(chosen)} classes for {len(inputs)} images: give one whole number for"
+            " each, or one for all."
+        )
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+        raise UserError(f"A class is not among the network's {count}: they count from 0.")
+    return chosen.long()
+
+
+def _tensor(values: Any, what: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.from_numpy(np.array(values))  # a copy: torch takes no read-only memory
+    except (TypeError, ValueError):
+        raise UserError(f"The {what} are neither a tensor nor an array of numbers.") from None
+
+
+def _like(images: Array, found: Tensor) -> Array:
+    """A result as what the images were."""
+    found = found.detach()
+    return found.to(images.device) if isinstance(images, Tensor) else found.cpu().numpy()
+
+
+def _check_compares(logits: Tensor) -> None:
+    if logits.shape[1] < 2:
+        raise UserError(
+            "The network gives one logit, and confidences are compared between classes: give it"
+            " two, as torch.cat([-z, z], 1) makes of one."
+        )
