@@ -2,30 +2,40 @@
 
 `xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
 of an experiment (`xcal.config.Experiment`) by name. `xcal.PrivacyEngine` makes a torch training
-loop of your own private, with the calls of Opacus.
+loop of your own private, with the calls of Opacus; `xcal.fix` makes a network fit for it,
+`xcal.Ledger` reads what it charged, `xcal.policy` holds it to what a site allows.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xcal.dp.calibration import Plan
     from xcal.dp.engine import PrivacyEngine
+    from xcal.dp.fix import fix
+    from xcal.dp.ledger.reading import Ledger
     from xcal.federation.local import Progress
+    from xcal.federation.own_loop import policy
 
 __version__ = "0.1.0"
-__all__ = ["PrivacyEngine", "__version__", "plan", "run"]
+__all__ = ["Ledger", "PrivacyEngine", "__version__", "fix", "plan", "policy", "run"]
+
+# What needs torch or the accountant is imported when it is asked for.
+_LAZY = {
+    "Ledger": "xcal.dp.ledger.reading",
+    "PrivacyEngine": "xcal.dp.engine",
+    "fix": "xcal.dp.fix",
+    "policy": "xcal.federation.own_loop",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for."""
-    if name == "PrivacyEngine":
-        from xcal.dp.engine import PrivacyEngine
-
-        return PrivacyEngine
-    raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def plan(*, units: int, **keys: Any) -> Plan:
