@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from xcal.dp.fix import fix
     from xcal.dp.ledger.reading import Ledger
     from xcal.federation.local import Progress
+    from xcal.federation.loggers import Logger
     from xcal.federation.own_loop import policy
 
 __version__ = "0.1.0"
@@ -57,26 +58,35 @@ def plan(*, units: int, **keys: Any) -> Plan:
 
 
 def run(
-    out: str | Path, *, progress: Progress | None = None, resume: bool = False, **keys: Any
+    out: str | Path,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    logger: str | Logger | None = None,
+    **keys: Any,
 ) -> dict[str, Any]:
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
     `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
-    change no result. Guarantee: nothing is released from a client before its ledger has recorded
+    change no result. `logger`: "tensorboard", "mlflow", "wandb", or an object with `log(values, step)`
+    and `close()`, for what was released or is public of each round. Guarantee: nothing is released from a client before its ledger has recorded
     the payment, durably.
     """
     from xcal.errors import UserError
     from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
+    from xcal.federation.loggers import check_logger
     from xcal.federation.setup import prepare
 
+    if isinstance(logger, str):
+        check_logger(logger)
     if resume:
         workers = make_experiment({"workers": keys.pop("workers", None)}, "xcal.run").workers
         if keys:
             raise UserError("A resumed run keeps its configuration: give no keys with resume.")
-        return run_experiment(RunFolder.find(Path(out)), progress, workers=workers)
+        return run_experiment(RunFolder.find(Path(out)), progress, workers=workers, logger=logger)
     else:
         federation = prepare(make_experiment(keys, "xcal.run"))  # refuse before DIR is made
         folder = RunFolder.create(Path(out), federation.experiment, sorted(keys))
-    return run_experiment(folder, progress, federation)
+    return run_experiment(folder, progress, federation, logger=logger)

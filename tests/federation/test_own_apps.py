@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,51 @@ def test_a_flower_app_of_ones_own(tmp_path: Path, flower: Flower, sites: list[Pa
     printed = flower.run(run="study-2", epsilon=5.0)
     assert "epsilon-run" in printed
     assert str(sites[0]) not in printed  # the sentence stays at the site
+    for site in sites:
+        assert_spent_once(site)
+        assert "epsilon-run" in (site / "refusals.jsonl").read_text()
+
+
+# NVIDIA FLARE: its simulator, with a process for every site.
+
+
+@pytest.mark.skipif(find_spec("nvflare") is None, reason="the extra nvflare is not installed")
+def test_an_nvflare_executor_of_ones_own(tmp_path: Path, sites: list[Path]) -> None:
+    job = tmp_path / "job"
+    shutil.copytree(EXAMPLES / "nvflare_own_executor" / "job", job)
+
+    def simulate(name: str) -> str:
+        process = subprocess.Popen(
+            [binary("nvflare"), "simulator", str(job), "-w", str(tmp_path / name)]
+            + ["-c", "site-1,site-2", "-t", "2"],
+            env={**xcal_environment(), **ENVIRONMENT, "OWN_SITES": str(tmp_path / "sites")},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            printed, _ = process.communicate(timeout=400)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return printed
+
+    printed = simulate("first")
+    for site in sites:
+        assert xcal.Ledger(site).runs(), printed[-5000:]
+        assert_spent_once(site)
+    (model,) = (tmp_path / "first").rglob("FL_global_model.pt")
+    found = torch.load(model, weights_only=False)["model"]
+    torch.save({k: torch.as_tensor(v) for k, v in found.items()}, tmp_path / "model.pt")
+    assert_trained(tmp_path / "model.pt")
+    # A run that the policy does not allow is refused, and charges nothing.
+    settings = job / "app" / "config" / "config_fed_client.json"
+    values = json.loads(settings.read_text())
+    values["executors"][0]["executor"]["args"] |= {"run": "study-2", "epsilon": 5.0}
+    settings.write_text(json.dumps(values))
+    simulate("second")
     for site in sites:
         assert_spent_once(site)
         assert "epsilon-run" in (site / "refusals.jsonl").read_text()
