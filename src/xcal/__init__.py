@@ -68,9 +68,9 @@ def run(
     """Train one experiment into the folder `out` and return its result (also in `result.json`).
 
     `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
-    change no result. `logger`: "tensorboard", "mlflow", "wandb", or an object with `log(values, step)`
-    and `close()`, for what was released or is public of each round. Guarantee: nothing is released from a client before its ledger has recorded
-    the payment, durably.
+    change no result. `logger`: "tensorboard", "mlflow", "wandb", or an object with
+    `log(values, step)` and `close()`, for what was released or is public of each round.
+    Guarantee: nothing is released from a client before its ledger has recorded the payment, durably.
     """
     from xcal.errors import UserError
     from xcal.experiments import make_experiment
