@@ -70,7 +70,8 @@ def run(
     `resume=True` continues the run that stands in `out` and takes no keys but `workers`, which
     change no result. `logger`: "tensorboard", "mlflow", "wandb", or an object with
     `log(values, step)` and `close()`, for what was released or is public of each round.
-    Guarantee: nothing is released from a client before its ledger has recorded the payment, durably.
+    Guarantee: nothing is released from a client before its ledger has recorded the payment,
+    durably.
     """
     from xcal.errors import UserError
     from xcal.experiments import make_experiment

@@ -219,10 +219,11 @@ def test_an_nvflare_executor_of_ones_own(tmp_path: Path, sites: list[Path]) -> N
     job = tmp_path / "job"
     shutil.copytree(EXAMPLES / "nvflare_own_executor" / "job", job)
 
+    words = ("-c", "site-1,site-2", "-t", "2")
+
     def simulate(name: str) -> str:
         process = subprocess.Popen(
-            [binary("nvflare"), "simulator", str(job), "-w", str(tmp_path / name)]
-            + ["-c", "site-1,site-2", "-t", "2"],
+            [binary("nvflare"), "simulator", str(job), "-w", str(tmp_path / name), *words],
             env={**xcal_environment(), **ENVIRONMENT, "OWN_SITES": str(tmp_path / "sites")},
             cwd=tmp_path,
             stdout=subprocess.PIPE,

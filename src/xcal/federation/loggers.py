@@ -70,6 +70,7 @@ class WandB:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._run: Any = wandb.init(
@@ -87,6 +88,7 @@ class WandB:
                 x_disable_meta=True,
                 x_disable_stats=True,
                 x_disable_machine_info=True,
+                x_save_requirements=False,
             ),
         )
 
