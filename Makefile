@@ -41,8 +41,8 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 static: install
 	@echo "== Format, lint, types, imports =="
-	@$(BIN)/ruff format --check --quiet src tests benchmarks docs reproduce
-	@$(BIN)/ruff check --quiet src tests benchmarks docs reproduce
+	@$(BIN)/ruff format --check --quiet src tests benchmarks docs examples reproduce
+	@$(BIN)/ruff check --quiet src tests benchmarks docs examples reproduce
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 

@@ -3,7 +3,8 @@
 `xcal.plan(...)` says what noise a target (ε, δ) needs; `xcal.run(...)` trains. Both take the keys
 of an experiment (`xcal.config.Experiment`) by name. `xcal.load(...)` gives a trained run's model.
 `xcal.PrivacyEngine` makes a torch training loop of your own private, with the calls of Opacus.
-`xcal.explain` makes and measures explanations of any torch network.
+`xcal.fix` makes a network fit for it, `xcal.Ledger` reads what it charged, `xcal.policy` holds it
+to what a site allows. `xcal.explain` makes and measures explanations of any torch network.
 """
 
 from __future__ import annotations
@@ -19,22 +20,41 @@ if TYPE_CHECKING:
     from xcal import explain as explain
     from xcal.dp.calibration import Plan
     from xcal.dp.engine import PrivacyEngine
+    from xcal.dp.fix import fix
+    from xcal.dp.ledger.reading import Ledger
     from xcal.federation.local import Progress
+    from xcal.federation.loggers import Logger
+    from xcal.federation.own_loop import policy
     from xcal.report.trained import Trained
 
 __version__ = VERSION
-__all__ = ["PrivacyEngine", "__version__", "explain", "load", "plan", "run"]
+__all__ = [
+    "Ledger",
+    "PrivacyEngine",
+    "__version__",
+    "explain",
+    "fix",
+    "load",
+    "plan",
+    "policy",
+    "run",
+]
+
+# What needs torch or the accountant is imported when it is asked for.
+_LAZY = {
+    "Ledger": "xcal.dp.ledger.reading",
+    "PrivacyEngine": "xcal.dp.engine",
+    "fix": "xcal.dp.fix",
+    "policy": "xcal.federation.own_loop",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for."""
-    if name == "PrivacyEngine":
-        from xcal.dp.engine import PrivacyEngine
-
-        return PrivacyEngine
     if name == "explain":
         return import_module("xcal.explain")
-    raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'xcal' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
@@ -101,6 +121,7 @@ def run(
     *,
     progress: Progress | None = None,
     resume: bool = False,
+    logger: str | Logger | None = None,
     model: Any = None,
     layer: Any = None,
     data: Any = None,
@@ -116,6 +137,8 @@ def run(
         progress: is told of rounds and steps while it trains; None: nobody is.
         resume: continue the run that stands in `out`, with no keys but `workers`, which change no
             result; objects that it began with are given again.
+        logger: "tensorboard", "mlflow", "wandb", or an object with `log(values, step)` and
+            `close()`: is given what was released or is public of each round.
         model: a network as an object: an nn.Module, which trains from the weights that it has, or a
             function or class that makes one, of (classes, *, seed), (classes) or nothing.
         layer: the layer of that network whose output explanations are made of, by dotted name or,
@@ -142,7 +165,10 @@ def run(
     names what is your word: who is one unit, and that the network treats every image by itself.
     """
     from xcal.federation.given import run_given
+    from xcal.federation.loggers import check_logger
 
+    if isinstance(logger, str):
+        check_logger(logger)
     objects = {"model": model, "layer": layer, "loss": loss}
     objects |= {"data": data, "groups": groups, "classes": classes}
-    return run_given(Path(out), objects, keys, progress, resume=resume)
+    return run_given(Path(out), objects, keys, progress, resume=resume, logger=logger)

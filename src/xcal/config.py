@@ -28,7 +28,7 @@ Unit = Literal["record", "group"]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by", "workers")
+_LATER = ("public_validation", "public_validation_by", "workers", "log")
 
 
 # Keys of the first edition that have another name today; files with the old ones are still read.
@@ -276,6 +276,12 @@ class Experiment(BaseModel):
         travels=False,
     )
     device: Literal["cpu", "cuda"] = key("cpu", description="where tensors live", travels=False)
+    log: Literal["none", "tensorboard", "mlflow", "wandb"] = key(
+        "none",
+        description="where released and public numbers of each round also go; does not change the"
+        " result",
+        travels=False,
+    )
 
     @property
     def noise_source(self) -> str:
@@ -299,7 +305,8 @@ class Experiment(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """Every key with its value, ready for JSON."""
         values = self.model_dump(mode="json")
-        return {k: v for k, v in values.items() if v is not None or k not in _LATER}
+        fields = type(self).model_fields
+        return {k: v for k, v in values.items() if k not in _LATER or v != fields[k].default}
 
     def identity(self) -> dict[str, Any]:
         """What digests are of: `resolved`, with the names and in the order of the first edition.
@@ -307,7 +314,8 @@ class Experiment(BaseModel):
         Keys that came later stand behind, where they change something.
         """
         values = self.resolved()
-        values.pop("workers", None)  # which never change anything
+        for name in ("workers", "log"):  # which never change anything
+            values.pop(name, None)
         known = {old: values.pop(new) for old, new in FIRST_EDITION.items() if new in values}
         found = {**known, **values}
         return {k: v for k, v in found.items() if k not in BEFORE_THE_KEY or v != BEFORE_THE_KEY[k]}

@@ -30,11 +30,6 @@ FORMAT = 1  # of saved trainings
 _MOST_STEPS = 10**6
 
 
-def ledger_path(path: Path) -> Path:
-    """A ledger's own file, or the folder that `xcal ledger create` makes for one."""
-    return path if path.suffix == ".sqlite" or path.is_file() else path / "ledger.sqlite"
-
-
 def steps_within(
     rate: float, sigma: float, epsilon: float, delta: float
 ) -> tuple[Calibration, int]:

@@ -29,11 +29,11 @@ from xcal.dp.checks import (
     FORMAT,
     check_options,
     check_parts,
-    ledger_path,
     load_saved,
     steps_within,
 )
 from xcal.dp.ledger.ledger import Ledger, create
+from xcal.dp.ledger.reading import ledger_path
 from xcal.dp.ledger.rows import Head, Release, RunTerms, Terms
 from xcal.dp.loader import PrivateLoader
 from xcal.dp.mechanism import Mechanism
@@ -49,7 +49,10 @@ from xcal.durable import sync_folder
 from xcal.errors import UserError
 
 _ACCOUNTANTS = ("prv", "rdp")
+PolicyCheck = Callable[[Ledger, RunTerms, Plan], None]
+"""Raises where a training's plan is not allowed; asked with its ledger open, before any charge."""
 _UNBOUNDED = 2**62  # steps of a training that was given no budget
+_LONGEST_NAME = 100
 
 
 class Private(NamedTuple):
@@ -78,6 +81,35 @@ class _Terms:
     seed: int | None
 
 
+def _plan(terms: _Terms) -> Plan | None:
+    """The training as the plan of one client; None where it has no budget."""
+    run = terms.run
+    if run.epsilon is None or run.delta is None:
+        return None
+    assert run.order is not None and run.budget is not None
+    return Plan(
+        method=run.method,
+        unit=run.unit,
+        epsilon=run.epsilon,
+        delta=run.delta,
+        units=terms.units,
+        batch=max(1, round(terms.units * terms.rate)),
+        rounds=1,
+        local_epochs=1,
+        steps=run.steps,
+        sample_rate=terms.rate,
+        order=run.order,
+        budget=run.budget,
+        sigma_static=terms.sigma,
+        sigma_ref=terms.sigma,
+        sigma_min=terms.sigma,
+        sigma_max=terms.sigma,
+        sigma_signal=None,
+        signal_price=0.0,
+        accountant=run.accountant,
+    )
+
+
 class PrivacyEngine:
     """Makes a torch training loop differentially private, and stops it when its budget is spent.
 
@@ -99,9 +131,12 @@ class PrivacyEngine:
             it, or its file. Where none stands yet one is made whose lifetime limit is this
             training's target. None: in memory, enforced all the same.
         seed: for experiments that must come out the same again; no protection against who knows it.
+        policy: what the owner of the data allows, as `xcal.policy` reads it from a `policy.toml`;
+            asked before anything is charged. It needs a ledger that stands already.
 
     Raises:
-        Refused: for an accountant that is not known, or a seed in secure mode.
+        Refused: for an accountant that is not known, a seed in secure mode, or a policy without a
+            ledger.
 
     Example:
         >>> import torch, xcal
@@ -129,6 +164,7 @@ class PrivacyEngine:
         secure_mode: bool | None = None,
         ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
+        policy: PolicyCheck | None = None,
     ) -> None:
         if accountant not in (*_ACCOUNTANTS, "pld"):
             raise Refused(
@@ -136,7 +172,10 @@ class PrivacyEngine:
             )
         if secure_mode and seed is not None:
             raise Refused("option", "A seed is prohibited in secure_mode: leave one of them out.")
+        if policy is not None and ledger is None:
+            raise Refused("option", "A policy limits what a ledger has recorded: give the ledger.")
         self._accountant, self._secure, self._seed = accountant, secure_mode, seed
+        self._policy = policy
         self._path = None if ledger is None else ledger_path(Path(ledger))
         self._ledger: Ledger | None = None
         self._terms: _Terms | None = None
@@ -174,6 +213,7 @@ class PrivacyEngine:
         groups: Sequence[Any] | NDArray[Any] | Tensor | None = None,
         loss_reduction: str = "mean",
         noise_generator: torch.Generator | None = None,
+        run: str | None = None,
         **options: Any,
     ) -> Private:
         """Private module, optimizer, criterion and loader at a given noise multiplier.
@@ -196,6 +236,8 @@ class PrivacyEngine:
             loss_reduction: "mean" divides the noisy sum by the expected number of units in a batch,
                 as Opacus does; "sum" does not.
             noise_generator: a seed for noise and draws is taken from it, for experiments.
+            run: the training's name in the ledger. A name that the ledger knows goes on with that
+                training: same plan, and what it has charged stays charged.
             **options: Opacus' others, at the only value that is supported.
 
         Returns:
@@ -241,6 +283,7 @@ class PrivacyEngine:
             noise_multiplier,
             target_epsilon,
             target_delta,
+            run,
         )
 
     def make_private_with_epsilon(
@@ -257,16 +300,25 @@ class PrivacyEngine:
         groups: Sequence[Any] | NDArray[Any] | Tensor | None = None,
         loss_reduction: str = "mean",
         noise_generator: torch.Generator | None = None,
+        run: str | None = None,
+        rounds: int = 1,
         **options: Any,
     ) -> Private:
         """The same, with the least noise that `epochs` epochs may have within the target.
 
+        In a federation, where every round is an engine of its own, often in a process of its own,
+        give `run` and `rounds`: the noise is that of all rounds together, each engine goes on where
+        the ledger says that the last one stopped, and after the planned steps loaders are empty.
+
         Args:
             module, optimizer, criterion, data_loader: the plain objects of a training loop.
             target_epsilon, target_delta: what all steps together may cost one unit.
-            epochs: how many times the loader will be iterated over; it then ends for good.
+            epochs: how many times the loader will be iterated over, in each round; it then ends for
+                good.
             max_grad_norm: the norm that every unit's gradient is clipped to.
-            groups, loss_reduction, noise_generator, options: as for `make_private`.
+            groups, loss_reduction, noise_generator, run, options: as for `make_private`.
+            rounds: how many engines share the target. A round that takes more steps than its part,
+                or is done again after a crash, leaves fewer to the later ones.
 
         Returns:
             (module, optimizer, criterion, data_loader), to be used in place of what was given.
@@ -279,9 +331,16 @@ class PrivacyEngine:
         check_target(target_epsilon, target_delta)
         if not (isinstance(epochs, int) and epochs >= 1):
             raise Refused("option", f"epochs is {epochs}: give a whole number of at least 1.")
+        if not (isinstance(rounds, int) and rounds >= 1):
+            raise Refused("option", f"rounds is {rounds}: give a whole number of at least 1.")
+        if rounds > 1 and run is None:
+            raise Refused(
+                "option",
+                "Rounds find one another in the ledger by the training's name: give run.",
+            )
 
         def planned(rate: float, per_epoch: int) -> tuple[Calibration, int] | None:
-            steps = epochs * per_epoch
+            steps = rounds * epochs * per_epoch
             find = calibrate if self._accountant == "rdp" else calibrate_fixed
             return find(target_epsilon, target_delta, rate, steps), steps
 
@@ -299,6 +358,7 @@ class PrivacyEngine:
             None,
             target_epsilon,
             target_delta,
+            run,
         )
 
     def _make(
@@ -316,6 +376,7 @@ class PrivacyEngine:
         sigma: float | None,
         epsilon: float | None,
         delta: float | None,
+        name: str | None,
     ) -> Private:
         """All refusals first; then the plan, the ledger and the four objects."""
         if self._terms is not None:
@@ -325,6 +386,14 @@ class PrivacyEngine:
                 " same ledger if it is on the same data.",
             )
         check_options(options, clip, reduction)
+        if name is not None:
+            if self._path is None:
+                raise Refused("option", "A named run goes on in a ledger: give the engine one.")
+            if not (isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.strip()):
+                raise Refused(
+                    "option",
+                    f"run is {name!r}: give a name of at most {_LONGEST_NAME} characters.",
+                )
         criterion = nn.CrossEntropyLoss(reduction=reduction) if criterion is None else criterion
         table = check_parts(module, optimizer, criterion, data_loader, groups, reduction)
         seed = self._seed_from(generator)
@@ -345,7 +414,7 @@ class PrivacyEngine:
         unit = "record" if groups is None else "group"
         fixed = plan.accountant == "pld"
         run = RunTerms(
-            run=secrets.token_hex(8),
+            run=secrets.token_hex(8) if name is None else name,
             method="dp-sgd",
             unit=unit,
             epsilon=epsilon,
@@ -397,12 +466,16 @@ class PrivacyEngine:
         if self._path is None:
             self._ledger = MemoryLedger(Terms("in memory", run.unit, None, None, simulated=True))
         else:
-            if head is None and not self._path.exists():
+            if head is None and self._policy is None and not self._path.exists():
                 name = self._path.absolute().parent.name or "data"
                 create(self._path, Terms(name, run.unit, run.epsilon, run.delta))
             self._ledger = Ledger(self._path, expected=head)
         noise: NoiseSource = SecureNoise() if terms.seed is None else SeededNoise(terms.seed)
         try:
+            if self._policy is not None:
+                plan = _plan(terms)
+                assert plan is not None  # a ledger needs a budget
+                self._policy(self._ledger, run, plan)
             account = Account(self._ledger, run, replayable=False)
         except BaseException:
             self.close()
@@ -429,8 +502,21 @@ class PrivacyEngine:
 
     @property
     def steps(self) -> int:
-        """Steps charged so far."""
+        """Steps charged so far, in all rounds of this training."""
         return 0 if self._steps is None else self._steps.charged
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps that the budget still covers, of those planned; None where no budget was set.
+
+        Raises:
+            Refused: before `make_private`.
+        """
+        terms = self._known()
+        assert self._steps is not None
+        if terms.run.epsilon is None:
+            return None
+        return 0 if self._steps.stopped else max(0, terms.run.steps - self.steps)
 
     @property
     def noise_multiplier(self) -> float:
@@ -476,30 +562,7 @@ class PrivacyEngine:
         """
         terms = self._known()
         run = terms.run
-        plan = None
-        if run.epsilon is not None and run.delta is not None:
-            assert run.order is not None and run.budget is not None
-            plan = Plan(
-                method=run.method,
-                unit=run.unit,
-                epsilon=run.epsilon,
-                delta=run.delta,
-                units=terms.units,
-                batch=max(1, round(terms.units * terms.rate)),
-                rounds=1,
-                local_epochs=1,
-                steps=run.steps,
-                sample_rate=terms.rate,
-                order=run.order,
-                budget=run.budget,
-                sigma_static=terms.sigma,
-                sigma_ref=terms.sigma,
-                sigma_min=terms.sigma,
-                sigma_max=terms.sigma,
-                sigma_signal=None,
-                signal_price=0.0,
-                accountant=run.accountant,
-            )
+        plan = _plan(terms)
         delta = run.delta if run.delta is not None else 1e-5
         return promise_text(
             Promise(
@@ -565,6 +628,7 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         groups: Sequence[Any] | NDArray[Any] | Tensor | None = None,
         ledger: str | os.PathLike[str] | None = None,
+        policy: PolicyCheck | None = None,
     ) -> tuple[PrivacyEngine, Private]:
         """Go on with a saved training: same plan, same budget, at the place where it was saved.
 
@@ -573,6 +637,7 @@ class PrivacyEngine:
             module, optimizer, criterion, data_loader, groups: as they were given at the beginning;
                 network and optimizer get the saved state.
             ledger: where the ledger lies now, if it was moved.
+            policy: as for the engine; it is asked again.
 
         Returns:
             The engine, and its (module, optimizer, criterion, data_loader).
@@ -613,7 +678,7 @@ class PrivacyEngine:
                 "resume", f"Network or optimizer are not those of the training in {path}: {error}"
             ) from None
         where = ledger if ledger is not None else saved["ledger"]
-        engine = cls(ledger=where)
+        engine = cls(ledger=where, policy=policy)
         head = None if saved["head"] is None else Head(**saved["head"])
         done = saved["taken"] % terms.per_epoch
         made = engine._start(terms, module, optimizer, criterion, data_loader, table, head, done)

@@ -68,15 +68,27 @@ class Change:
 def fix(model: nn.Module, *, batch_norm: str = "group") -> tuple[nn.Module, list[Change]]:
     """A copy of the network without layers that mix the samples of a batch, and what was changed.
 
-    `batch_norm="group"` puts a GroupNorm with the same scale and shift in the place of every batch
-    norm: its statistics are a sample's own, but they are others than those the weights were trained
-    with. `"frozen"` keeps batch norms, in evaluation mode for good: their running statistics must
-    come from public data, and no step changes them. An instance norm stops tracking statistics.
+    Args:
+        model: any network; it is not changed.
+        batch_norm: "group" puts a GroupNorm with the same scale and shift in the place of every
+            batch norm: its statistics are a sample's own, but they are others than those the
+            weights were trained with. "frozen" keeps batch norms, in evaluation mode for good:
+            their running statistics must come from public data, and no step changes them.
+            Either way an instance norm stops tracking statistics.
 
-    >>> fix = __import__("xcal.dp.fix", fromlist=["fix"]).fix
-    >>> model, changes = fix(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))
-    >>> print(changes[0])
-    1: BatchNorm2d → GroupNorm(4, 16)
+    Returns:
+        The copy, and one `Change` for every module that was changed: its name, what it was and
+        what it is now.
+
+    Raises:
+        UserError: for another `batch_norm`, a lazy parameter without a shape, a batch norm of an
+            unknown kind, or one that has no statistics to freeze.
+
+    Example:
+        >>> import xcal
+        >>> model, changes = xcal.fix(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))
+        >>> print(changes[0])
+        1: BatchNorm2d → GroupNorm(4, 16)
     """
     if batch_norm not in ("group", "frozen"):
         raise UserError(

@@ -89,6 +89,7 @@ class PrivateSteps:
         self.module, self.account, self.mechanism = module, account, mechanism
         self.per_epoch = per_epoch
         self.spent = False
+        self._halted = account.halted_before(0)  # in an earlier round: for good
         self.taken = 0  # optimizer steps
         self._records, self._noise = records, noise
         self._by_group, self._divisor = by_group, divisor
@@ -104,6 +105,11 @@ class PrivateSteps:
     def charged(self) -> int:
         """Steps that were paid for."""
         return len(self.account.charges)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this training makes no further step."""
+        return self.spent or self._halted
 
     @property
     def clip(self) -> float:
@@ -141,6 +147,8 @@ class PrivateSteps:
         """Charge a step, durably, then draw its batch. None: the budget does not cover it."""
         step = self.account.next_step
         try:
+            if self._halted:
+                raise BudgetExhausted("this training has halted")
             charged = self.mechanism.charge(
                 self.account, 0, step, inputs=None, noise=self._noise, key=self._key(step)
             )

@@ -40,8 +40,11 @@ class EventFile:
             raise UserError(f"{folder} could not be written: {error.strerror}.") from None
 
     def round(self, record: Mapping[str, Any]) -> None:
-        for tag, value in scalars_of(record):
-            self._writer.add_scalar(tag, value, int(record["round"]) + 1)
+        self.log(dict(scalars_of(record)), int(record["round"]) + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from xcal.data.images import ImageData
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, names_of_today
 from xcal.federation.folder import RunFolder
+from xcal.federation.loggers import Logger
 from xcal.federation.local import Progress, run_experiment
 from xcal.federation.setup import prepare
 from xcal.models.given import builder_of
@@ -34,6 +35,7 @@ def run_given(
     progress: Progress | None,
     *,
     resume: bool,
+    logger: str | Logger | None = None,
 ) -> dict[str, Any]:
     """`xcal.run`: train into `out`, or go on there. `objects` by the names of its arguments."""
     objects = {name: value for name, value in objects.items() if value is not None}
@@ -46,7 +48,7 @@ def run_given(
             raise UserError("A resumed run keeps its configuration: give no keys with resume.")
         folder = RunFolder.find(out)
         with given(objects_of(folder.experiment, objects)):
-            return run_experiment(folder, progress, workers=workers)
+            return run_experiment(folder, progress, workers=workers, logger=logger)
     keys = names_of_today(keys)
     _check(objects, keys)
     chosen: dict[str, Any] = {}
@@ -62,7 +64,7 @@ def run_given(
     with given(objects_of(experiment, objects)):
         federation = prepare(experiment)  # refuse before DIR is made
         folder = RunFolder.create(out, federation.experiment, sorted({**keys, **chosen}))
-        return run_experiment(folder, progress, federation)
+        return run_experiment(folder, progress, federation, logger=logger)
 
 
 def objects_of(experiment: Experiment, objects: Mapping[str, Any]) -> dict[str, Any]:

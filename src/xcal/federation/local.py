@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from xcal.federation.exchange import Question
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.loaded_site import Held, LoadedSite, keep_freed_memory, torch_threads
+from xcal.federation.loggers import Logged, Logger, make_logger
 from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
@@ -110,13 +111,15 @@ def run_experiment(
     federation: Federation | None = None,
     carrier: Carrier | None = None,
     workers: int | None = None,
+    logger: str | Logger | None = None,
 ) -> dict[str, Any]:
     """Train what the folder's configuration says, from wherever it stands; return the result.
 
     `carrier`: an engine that carries messages to clients elsewhere; without one the clients are
     simulated on this machine, by as many `workers` as the configuration says if not given here.
+    `logger`: a name or an object, instead of the configuration's `log`.
     """
-    progress = progress or NullCallback()
+    progress, made = progress or NullCallback(), None
     handle = lock_folder(folder.path)
     try:
         finished = folder.result
@@ -126,8 +129,19 @@ def run_experiment(
         keep_freed_memory()
         with torch_threads(threads_of(folder)):
             federation = federation or prepare(experiment, new=False)
-            return _run(folder, federation, progress, carrier, workers)
+            if logger is None or isinstance(logger, str):
+                name = experiment.log if logger is None else logger
+                made = logger = make_logger(name, folder.path, folder.about["run"])
+            if logger is None:
+                return _run(folder, federation, progress, carrier, workers)
+            logged = Logged(progress, logger)
+            result = _run(folder, federation, logged, carrier, workers)
+            logged.result(result, experiment.rounds)
+            return result
     finally:
+        if made is not None:
+            with suppress(Exception):  # a logger that cannot end does not take the result with it
+                made.close()
         os.close(handle)  # releases the lock, as the end of the process would
 
 

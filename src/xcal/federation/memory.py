@@ -35,7 +35,7 @@ from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
 from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: progress made under one of these goes on under another.
-_MACHINE = frozenset(("threads", "workers", "chunk", "device", "feature_cache_mb"))
+_MACHINE = frozenset(("threads", "workers", "chunk", "device", "feature_cache_mb", "log"))
 _STEP_BYTES = 400  # at most, of one step in an answer's text
 
 

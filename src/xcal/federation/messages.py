@@ -22,14 +22,13 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, names_of_today, travels
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.federation.refusals import CODES, Refused
-from xcal.version import VERSION
 from xcal.methods.context import StepRecord, digest_tensors
+from xcal.version import VERSION
 
 FORMAT = 1
 

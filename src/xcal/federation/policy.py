@@ -128,15 +128,20 @@ def admit_experiment(policy: Policy, experiment: Experiment) -> None:
             f"The run's network = {experiment.network!r} is none of networks in policy.toml"
             f" ({', '.join(policy.networks)}).",
         )
-    if not covers(policy.unit, experiment.privacy_unit):
+    admit_target(policy, experiment.privacy_unit, experiment.epsilon, experiment.delta)
+
+
+def admit_target(policy: Policy, unit: str, epsilon: float, delta: float) -> None:
+    """Refuse a run that protects another unit, or asks for more than one run may have."""
+    if not covers(policy.unit, unit):
         raise Refused(
             "unit-not-allowed",
-            f"The run protects a {experiment.unit}, and unit = {policy.unit!r} in policy.toml asks"
+            f"The run protects a {unit}, and unit = {policy.unit!r} in policy.toml asks"
             f" for a {policy.unit}: {how_to_cover(policy.unit)}.",
         )
     for name, asked, allowed in (
-        ("epsilon", experiment.epsilon, policy.epsilon_run),
-        ("delta", experiment.delta, policy.delta_run),
+        ("epsilon", epsilon, policy.epsilon_run),
+        ("delta", delta, policy.delta_run),
     ):
         if asked > allowed:
             raise Refused(

@@ -21,6 +21,7 @@ from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.ledgers_of import no_such_site
+from xcal.federation.loggers import check_logger
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_network, unmeasured
@@ -271,6 +272,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     `new`: the run has not begun, so sites given by path are asked whether they would admit it.
     """
     method = method_of(experiment)
+    check_logger(experiment.log)
     check_views(experiment.views, experiment.augment)
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
@@ -381,6 +383,7 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
     makes its plan from the units it declares, and the server the same one from its first answer.
     """
     method = method_of(experiment)
+    check_logger(experiment.log)
     if method.pooled or experiment.sites is not None:
         raise UserError(
             "The clients of this federation hold their own data and sites: leave out sites, and"
