@@ -55,7 +55,7 @@ FIRST_EDITION: Mapping[str, str] = {
     ).split()
 }
 # What a run, a request or a study's cell meant that was written down before the key was there.
-BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi"}
+BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi", "loss": None}
 
 
 def key(default: Any, description: str, *, travels: bool, **limits: Any) -> Any:
