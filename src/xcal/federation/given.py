@@ -18,8 +18,8 @@ from xcal.data.images import ImageData
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, names_of_today
 from xcal.federation.folder import RunFolder
-from xcal.federation.loggers import Logger
 from xcal.federation.local import Progress, run_experiment
+from xcal.federation.loggers import Logger
 from xcal.federation.setup import prepare
 from xcal.models.given import builder_of
 from xcal.plugins import GIVEN, given
