@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo wheel static check test test-audit test-faults test-web test-federation bench clean
+.PHONY: help install demo wheel static test test-slow test-audit test-faults test-web test-federation bench clean
 
 help:
 	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
-	@echo "make test     all checks and tests"
+	@echo "make test     formatter, linter, types, imports, tests"
+	@echo "make test-slow  what takes longer: whole studies, a clean install of the wheel, networks of real size"
 	@echo "make test-federation   Flower and NVIDIA FLARE, with real processes (70 minutes on busy cores)"
-	@echo "make check    formatter, linter, types, imports, fast tests"
 	@echo "make test-faults  200 kills, full disks, long fuzzing (40 minutes on busy cores)"
 	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (the latter 14 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
@@ -46,13 +46,13 @@ static: install
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-check: static
-	@echo "== Fast tests =="
+test: static
+	@echo "== Tests (slower ones: make test-slow) =="
 	@$(PYTEST) --ignore tests/web -m "not slow"
 
-test: static
-	@echo "== All tests =="
-	@$(PYTEST) --ignore tests/web
+test-slow: install
+	@echo "== Tests that take long: whole studies, wheels, real sizes =="
+	@$(PYTEST) --ignore tests/web -m slow
 
 # Needs a Chromium on the machine (XCAL_CHROMIUM names another than `chromium`).
 test-web: install
