@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -130,6 +131,8 @@ def _lines_of(work: Callable[[], object], interrupt_at: int = 0, within: str = "
                 raise KeyboardInterrupt
         return local
 
+    gc.collect()
+    gc.disable()  # what an earlier test left behind is not `work`, and swallows what it raises
     before = sys.gettrace()
     sys.settrace(local)
     try:
@@ -138,6 +141,7 @@ def _lines_of(work: Callable[[], object], interrupt_at: int = 0, within: str = "
         return None
     finally:
         sys.settrace(before)
+        gc.enable()
     return count[0]
 
 
