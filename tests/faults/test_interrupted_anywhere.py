@@ -131,7 +131,6 @@ def _lines_of(work: Callable[[], object], interrupt_at: int = 0, within: str = "
                 raise KeyboardInterrupt
         return local
 
-    gc.collect()
     gc.disable()  # what an earlier test left behind is not `work`, and swallows what it raises
     before = sys.gettrace()
     sys.settrace(local)
