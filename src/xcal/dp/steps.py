@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from xcal.dp.account import Account
 from xcal.dp.apart import check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import OpenPass
+from xcal.dp.clipping import MixedRows, OpenPass
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.mechanism import ChargedStep, Mechanism
@@ -58,6 +60,7 @@ class Draw:
     called: bool = False
     going_back: bool = False
     before: dict[str, str] = field(default_factory=dict)
+    outputs: list[GradientEdge] = field(default_factory=list)
     released: dict[str, Tensor] | None = None
     stepped: bool = False
 
@@ -200,6 +203,8 @@ class PrivateSteps:
             return self._nobody(call, args, kwargs)
         if draw.opened is None:
             draw.opened = self._opened(draw)
+            draw.opened.only_if(self._going_back_of(draw))
+            draw.outputs = []
             draw.before = remembered(self.module)
         if rows > 1:
             self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
@@ -211,6 +216,8 @@ class PrivateSteps:
         for tensor in tensors(answer):
             if tensor.requires_grad:
                 tensor.register_hook(self._going_back_of(draw))  # type: ignore[no-untyped-call]
+                # As it is now: the loop may write into the tensor.
+                draw.outputs.append(get_gradient_edge(tensor))
         return answer
 
     def look_once(self, what: str, check: Callable[[], None]) -> None:
@@ -240,8 +247,8 @@ class PrivateSteps:
         return mapped(answer, lambda t: t[:0])
 
     @staticmethod
-    def _going_back_of(draw: Draw) -> Callable[[Tensor], None]:
-        def check(_: Tensor) -> None:
+    def _going_back_of(draw: Draw) -> Callable[..., None]:
+        def check(*_: Tensor) -> None:
             if not draw.going_back:
                 raise Refused(
                     "foreign-loss",
@@ -288,13 +295,21 @@ class PrivateSteps:
             assert draw.opened is not None
             draw.going_back = True
             try:
+                apart = partial(
+                    draw.opened.check_apart, losses, draw.outputs, seed=self.account.next_step
+                )
+                apart(inside=False)
+                if draw.units > 1:
+                    self.look_once("inside", partial(apart, inside=True))
                 sums = draw.opened.finish(losses).gradients
                 check_remembers_nothing(self.module, draw.before)
+            except MixedRows as error:
+                raise Refused("other-rows", str(error)) from None
             except UserError as error:
                 raise Refused("network", str(error)) from None
             finally:
                 draw.going_back = False
-                draw.opened = None
+                draw.opened, draw.outputs = None, []
         released = draw.charged.release_tensors("gradient", sums, sensitivity=self.clip)
         draw.released = {
             name: value.div_(self._divisor).to(parameters[name].dtype)
