@@ -8,7 +8,8 @@ noise that was charged for, and the optimizer takes nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 
 from xcal.dp.account import Account
-from xcal.dp.apart import check_rows_apart, mapped, tensors
+from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
 from xcal.dp.clipping import MixedRows, OpenPass
 from xcal.dp.clipping.tape import Units
@@ -99,6 +101,8 @@ class PrivateSteps:
         self._ahead: deque[Draw] = deque()
         self._current: Draw | None = None
         self._stepping = False
+        self._epoch = 0
+        self._shown = Shown()
         self._looked_at: set[str] = set()
 
     def __deepcopy__(self, _: object) -> PrivateSteps:
@@ -132,8 +136,19 @@ class PrivateSteps:
 
     # The loader's side.
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self) -> int:
         self._ahead.clear()
+        self._epoch += 1
+        return self._epoch
+
+    def check_epoch(self, epoch: int) -> None:
+        """Only the newest iteration over the loader goes on: its draws are those in order here."""
+        if epoch != self._epoch:
+            raise Refused(
+                "loader",
+                "An iteration over the private loader went on after another one was begun: batches"
+                " of two at once cannot be told apart; use one at a time.",
+            )
 
     def check_stepped(self) -> None:
         """Before anything more is charged: is a released gradient waiting for its step?"""
@@ -165,9 +180,10 @@ class PrivateSteps:
         self._ahead.append(drawn)
         return drawn.indices
 
-    def open(self) -> None:
+    def open(self, batch: Any) -> None:
         """The batch of the oldest draw is handed to the loop."""
         self._current = self._ahead.popleft()
+        self._shown.show(batch)
 
     def end_epoch(self) -> None:
         self._current = None
@@ -198,6 +214,13 @@ class PrivateSteps:
                 f"The network was given {rows} rows, and {draw.rows} were drawn: give it the whole"
                 " batch of the private loader, and nothing else, in training mode.",
             )
+        if self._shown.elsewhere((args, dict(kwargs))):
+            raise Refused(
+                "other-rows",
+                "The network was given rows of the loader in other places than they were drawn to"
+                " (reordered, repeated, or kept from another batch): give it this batch, each row"
+                " in its place.",
+            )
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
@@ -219,6 +242,27 @@ class PrivateSteps:
                 # As it is now: the loop may write into the tensor.
                 draw.outputs.append(get_gradient_edge(tensor))
         return answer
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A pass that is not recorded: it may leave nothing behind in the network either."""
+        for name, part in self.module.named_modules():
+            if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
+                raise Refused(
+                    "network",
+                    f"Module {name!r} ({type(part).__name__}) would take statistics from these"
+                    " rows, without noise: call model.eval() before looking at anything.",
+                )
+        before = {name: (b, b._version) for name, b in self.module.named_buffers()}
+        yield
+        for name, now in self.module.named_buffers():
+            known, version = before.get(name, (now, now._version))
+            if now.shape == known.shape and (now is not known or now._version != version):
+                raise Refused(
+                    "network",
+                    f"The network remembers what it sees (its {name} changed in a pass without"
+                    " gradients): nothing but released gradients may change it.",
+                )
 
     def look_once(self, what: str, check: Callable[[], None]) -> None:
         """Make a check the first time that there is something to look at."""

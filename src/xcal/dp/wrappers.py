@@ -38,7 +38,8 @@ class PrivateModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
             return self._steps.forward(self._module, args, kwargs)
-        return self._module(*args, **kwargs)
+        with self._steps.looking():
+            return self._module(*args, **kwargs)
 
 
 class PrivateLoss:
@@ -148,9 +149,7 @@ class PrivateCriterion(nn.Module):
                 " nothing (the private optimizer divides by the expected batch size).",
             )
         if len(losses) > 1:
-            self._steps.look_once(
-                "criterion", lambda: check_losses_apart(self._per_sample, args, kwargs, losses)
-            )
+            check_losses_apart(self._per_sample, args, kwargs, losses)
         return PrivateLoss(self._steps, losses, self.reduction)
 
     def _per_sample(self, *args: Any, **kwargs: Any) -> Any:
