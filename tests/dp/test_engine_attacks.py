@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -261,3 +262,45 @@ def _doubled(items: list[Any]) -> Any:
 @pytest.mark.parametrize("collate", [_sorted, _mixed, _doubled])
 def test_collate_functions_that_do_not_keep_rows(collate: Any) -> None:
     refused("loader", lambda: private(loader=DataLoader(data(), batch_size=8, collate_fn=collate)))
+
+
+# The optimizer, and precision.
+
+
+def test_a_hook_that_changes_gradients_before_the_step() -> None:
+    module = network()
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    made = private(module=module, optimizer=plain)
+    x, y = first(made)
+    made.criterion(made.module(x), y).backward()
+
+    def inject(*_: Any) -> None:
+        for p in module.parameters():
+            p.grad.add_(1.0)
+
+    plain.register_step_pre_hook(inject)
+    before = [p.detach().clone() for p in module.parameters()]
+    refused("changed-gradients", made.optimizer.step)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_a_guard_that_was_taken_away_is_put_back() -> None:
+    module = network()
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    made = private(module=module, optimizer=plain)
+    plain._optimizer_step_pre_hooks.clear()
+    assert train(made, most=1) == 1
+    refused("unwrapped-optimizer", plain.step)
+
+
+def test_a_copy_of_the_optimizer() -> None:
+    made = private()
+    refused("option", lambda: copy.deepcopy(made.optimizer))
+    assert train(made, most=1) == 1  # and nothing is left of it
+
+
+def test_half_precision_by_autocast() -> None:
+    made = private()
+    x, _ = first(made)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused("network", lambda: made.module(x))

@@ -221,6 +221,12 @@ class PrivateSteps:
                 " (reordered, repeated, or kept from another batch): give it this batch, each row"
                 " in its place.",
             )
+        if torch.is_autocast_enabled(next(self.module.parameters()).device.type):
+            raise Refused(
+                "network",
+                "The network was called under autocast: norms in half precision are too coarse to"
+                " clip by. Train in single precision.",
+            )
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
@@ -396,8 +402,18 @@ class PrivateSteps:
                 " the criterion that make_private returned, and call its backward().",
             )
         check_parameters(self.module, optimizer)
+        self._check_unchanged(draw.released)
+        draw.stepped = True
+        self._stepping = True
+        try:
+            optimizer.step()
+        finally:
+            self._stepping = False
+        self.taken += 1
+
+    def _check_unchanged(self, all_released: Mapping[str, Tensor]) -> None:
         for name, parameter in self.module.named_parameters():
-            released = draw.released.get(name)
+            released = all_released.get(name)
             grad = parameter.grad
             if (grad is None) != (released is None) or (
                 grad is not None and released is not None and not torch.equal(grad, released)
@@ -408,13 +424,6 @@ class PrivateSteps:
                     " optimizer.step(): clipping is done by max_grad_norm, anything else cannot be"
                     " told from a gradient that was not released.",
                 )
-        draw.stepped = True
-        self._stepping = True
-        try:
-            optimizer.step()
-        finally:
-            self._stepping = False
-        self.taken += 1
 
     def guard(self, *_: object) -> None:
         """Before any step of the optimizer that was handed in."""
@@ -424,6 +433,8 @@ class PrivateSteps:
                 "The optimizer that was handed in was stepped: step the one that make_private"
                 " returned.",
             )
+        assert self._current is not None and self._current.released is not None
+        self._check_unchanged(self._current.released)
 
 
 def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

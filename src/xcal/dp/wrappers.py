@@ -190,7 +190,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Not torch's own __init__: groups and state belong to the optimizer inside.
         self.original_optimizer = optimizer
         self._steps = steps
-        optimizer.register_step_pre_hook(steps.guard)
+        self._guard = optimizer.register_step_pre_hook(steps.guard)
+
+    def __reduce_ex__(self, _: object) -> Any:
+        raise Refused(
+            "option",
+            "A private optimizer cannot be copied or pickled: copy its state_dict(), or use the"
+            " engine's save().",
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -229,6 +236,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        # Last of all hooks, so that none changes gradients after they were looked at.
+        hooks: Any = self.original_optimizer._optimizer_step_pre_hooks
+        if self._guard.id in hooks:
+            hooks.move_to_end(self._guard.id)
+        else:
+            hooks[self._guard.id] = self._steps.guard
         self._steps.step(self.original_optimizer)
         return result
 
