@@ -144,7 +144,9 @@ def _check_collate(loader: DataLoader[Any]) -> None:
     if collate is default_collate:
         return
     count = len(loader.dataset)  # type: ignore[arg-type]
-    items = [loader.dataset[i] for i in sorted({i * count // _LOOKED_AT for i in range(_LOOKED_AT)})]
+    items = [
+        loader.dataset[i] for i in sorted({i * count // _LOOKED_AT for i in range(_LOOKED_AT)})
+    ]
 
     def made(of: list[Any]) -> list[Tensor]:
         found = tensors(collate(list(of)))

@@ -353,6 +353,7 @@ class PrivateSteps:
                     self.look_once("inside", partial(apart, inside=True))
                 sums = draw.opened.finish(losses).gradients
                 check_remembers_nothing(self.module, draw.before)
+                self._check_nothing_beside()
             except MixedRows as error:
                 raise Refused("other-rows", str(error)) from None
             except UserError as error:
@@ -367,6 +368,18 @@ class PrivateSteps:
         }
         for name, parameter in parameters.items():
             parameter.grad = draw.released[name].clone()
+
+    def _check_nothing_beside(self) -> None:
+        """Refuse a pass that wrote into `p.grad` by itself, and forget what it wrote."""
+        beside = [
+            n for n, p in self.module.named_parameters() if p.grad is not None and p.grad.any()
+        ]
+        if beside:
+            self.module.zero_grad()
+            raise UserError(
+                f"The gradient of {beside[0]!r} was computed past the recorded pass (a checkpoint,"
+                " or a function with a backward pass of its own): train without it."
+            )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.dp.apart import check_losses_apart
+from xcal.dp.batch_invariance import remembered
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
 
@@ -140,7 +141,15 @@ class PrivateCriterion(nn.Module):
         self.criterion = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> PrivateLoss:
+        own = self.criterion if isinstance(self.criterion, nn.Module) else None
+        before = {} if own is None else remembered(own)
         losses = self._per_sample(*args, **kwargs)
+        if own is not None and remembered(own) != before:
+            raise Refused(
+                "criterion",
+                f"The criterion {type(own).__name__} remembers what it sees: a running value of its"
+                " own lets one unit move what others contribute later. Use one that keeps nothing.",
+            )
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise Refused(
