@@ -113,7 +113,7 @@ def test_an_activation_caught_by_a_hook() -> None:
 
 
 class TimeFirst(nn.Module):
-    """A layer that sees (time, rows, features), where time may happen to be as long as the batch."""
+    """A layer that sees (time, rows, features): time may happen to be as long as the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,6 +248,28 @@ def test_rows_mixed_at_random_inside_the_network() -> None:
     made = private(module=ManifoldMixup())
     x, _ = first(made)
     refused("network", lambda: made.module(x))
+
+
+class Later(nn.Module):
+    """Begins to mix rows after a warm-up that the loop ends."""
+
+    warm = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(36, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.head(x if self.warm else x - x.mean(0))
+
+
+def test_a_network_that_begins_to_mix_rows_is_found_at_the_next_look() -> None:
+    module = Later()
+    made = private(module=module)
+    assert train(made, most=3) == 3
+    module.warm = False
+    refused("network", lambda: train(made))
 
 
 @pytest.mark.parametrize("training", [True, False])

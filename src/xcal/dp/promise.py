@@ -95,8 +95,8 @@ def promise_text(promise: Promise) -> str:
         " item is made of others (or stands in for them), nor in what the network keeps outside of"
         " its buffers and attributes",
         "the training loop gives the network the rows of the private loader's newest batch, changed"
-        " at most each by itself (no mixing of inputs, no number of the batch such as loss.item() as"
-        " a weight), and lets nothing else of the data out",
+        " at most each by itself (no mixing of inputs, no number of the batch such as loss.item()"
+        " as a weight), and lets nothing else of the data out",
         "code that is handed in does not set out to get around the engine",
         "floating point behaves as the reals up to the stated margins: in single precision units"
         " are clipped to the norm over 1 + 10⁻³, releases are rounded to a public grid; how one"

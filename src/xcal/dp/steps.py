@@ -236,7 +236,7 @@ class PrivateSteps:
             draw.outputs = []
             draw.before = remembered(self.module)
         if rows > 1:
-            self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
+            self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
             with draw.opened.recording():
                 answer = call(*args, **kwargs)
@@ -270,11 +270,12 @@ class PrivateSteps:
                     " gradients): nothing but released gradients may change it.",
                 )
 
-    def look_once(self, what: str, check: Callable[[], None]) -> None:
-        """Make a check the first time that there is something to look at."""
-        if what not in self._looked_at:
+    def look_again(self, what: str, check: Callable[[], None]) -> None:
+        """Make a check at the first step, and whenever twice as many have been taken."""
+        now = f"{what} {self.taken.bit_length()}"
+        if now not in self._looked_at:
             check()
-            self._looked_at.add(what)
+            self._looked_at.add(now)
 
     def _opened(self, draw: Draw) -> OpenPass:
         device = next(self.module.parameters()).device
@@ -350,7 +351,7 @@ class PrivateSteps:
                 )
                 apart(inside=False)
                 if draw.units > 1:
-                    self.look_once("inside", partial(apart, inside=True))
+                    self.look_again("inside", partial(apart, inside=True))
                 sums = draw.opened.finish(losses).gradients
                 check_remembers_nothing(self.module, draw.before)
                 self._check_nothing_beside()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -468,7 +468,7 @@ class OpenPass:
         self, losses: Tensor, outputs: Sequence[GradientEdge], doubled: Tensor, inside: bool
     ) -> dict[str, Tensor]:
         total = (losses * (1 + self._units.per_image(doubled).to(losses.dtype))).sum()
-        asked = [*outputs, self._anchor] if inside else list(outputs)
+        asked = [*outputs, get_gradient_edge(self._anchor)] if inside else list(outputs)
         if not asked:
             return {}
         found = torch.autograd.grad(total, asked, retain_graph=True, allow_unused=True)
