@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from xcal.dp.refusals import Refused
 
 _ROWS = 3
 _TOLERANCE = 1e-3
+_FEWEST, _SAMPLED = 8, 256  # numbers of a row
+_KEPT = 100_000  # rows
 
 
 def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -47,39 +50,119 @@ def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             f" batch ({type(error).__name__}): keep tensors with a history out of its attributes.",
         ) from None
 
-    def answer(inputs: Any, others: Any) -> list[Tensor]:
-        with torch.no_grad():
+    def answer(inputs: Any, others: Any, seed: int = 0) -> list[Tensor]:
+        devices = [t.device for t in tensors((inputs, others)) if t.is_cuda][:1]
+        # What is drawn at random is the same each time; the loop's own randomness stays as it is.
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
             found = tensors(copy(*inputs, **others))
         return [t for t in found if t.dim() and t.is_floating_point()]
 
     together = answer(shown, named)
-    if not all(_alike(a, b) for a, b in zip(together, answer(shown, named), strict=True)):
+    for row in range(_ROWS):
+        # Among others, as many: also where rows are mixed at random.
+        moved = answer(_others(shown, row), _others(named, row))
+        if any(
+            len(whole) != _ROWS or not _alike(whole[row], part[row])
+            for whole, part in zip(together, moved, strict=True)
+        ) and all(_alike(a, b) for a, b in zip(together, answer(shown, named), strict=True)):
+            raise _mixes()
+    if not all(_alike(a, b) for a, b in zip(together, answer(shown, named, 1), strict=True)):
         copy.eval()  # draws at random in some way of its own: look at it where it does not
         together = answer(shown, named)
     for row in range(_ROWS):
         alone = answer(_one(shown, row, _ROWS), _one(named, row, _ROWS))
         for whole, part in zip(together, alone, strict=True):
             if len(whole) != _ROWS or not _alike(whole[row : row + 1], part):
-                raise Refused(
-                    "network",
-                    "The network mixes the rows of a batch: what it answers to one depends on the"
-                    " others, so one unit's influence cannot be bounded. Let every row go through"
-                    " by itself.",
-                )
+                raise _mixes()
+
+
+def _mixes() -> Refused:
+    return Refused(
+        "network",
+        "The network mixes the rows of a batch: what it answers to one depends on the others, so"
+        " one unit's influence cannot be bounded. Let every row go through by itself.",
+    )
+
+
+def _others(value: Any, row: int) -> Any:
+    """The same row among others: those turned about, and numbers among them moved."""
+
+    def changed(t: Tensor) -> Tensor:
+        if not t.dim() or len(t) != _ROWS:
+            return t
+        other = t.roll(1, 0) * (-1.5 if t.is_floating_point() else 1)
+        other[row] = t[row]
+        return other
+
+    return mapped(value, changed)
 
 
 def check_losses_apart(
     criterion: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], all_: Tensor
 ) -> None:
-    """Refuse a criterion whose loss of the first row depends on the others."""
-    with torch.no_grad():
-        alone = criterion(*_one(args, 0, len(all_)), **_one(dict(kwargs), 0, len(all_)))
-    if isinstance(alone, Tensor) and not _alike(all_[:1].detach(), alone.flatten()):
-        raise Refused(
-            "criterion",
-            "The criterion mixes the samples of a batch: the loss of one depends on the others, so"
-            " one unit's influence cannot be bounded. Let it look at one sample at a time.",
-        )
+    """Refuse a criterion whose losses depend on other rows: the first alone, then every other."""
+    rows = len(all_)
+    for part in (slice(0, 1), slice(0, rows, 2), slice(1, rows, 2)):
+
+        def taken(t: Tensor, part: slice = part) -> Tensor:
+            return t[part] if t.dim() and len(t) == rows else t
+
+        with torch.no_grad():
+            some = criterion(*mapped(args, taken), **mapped(dict(kwargs), taken))
+        if isinstance(some, Tensor) and not _alike(all_[part].detach(), some.flatten()):
+            raise Refused(
+                "criterion",
+                "The criterion mixes the samples of a batch: the loss of one depends on the others,"
+                " so one unit's influence cannot be bounded. Let it look at one sample at a time.",
+            )
+
+
+class Shown:
+    """The rows that a loader has handed out, by samples of their numbers.
+
+    Rows of floats with enough numbers in them are known again where they come back unchanged. What
+    the loop made of a row is not.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, None] = {}  # the oldest first
+        self._here: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def show(self, batch: Any) -> None:
+        self._here = {}
+        for t in tensors(batch):
+            if _tellable(t):
+                prints = _prints(t)
+                self._here.setdefault(tuple(t.shape), []).append(prints)
+                self._known.update(dict.fromkeys(prints))
+        self._known.pop(0, None)
+        for oldest in list(islice(self._known, max(0, len(self._known) - _KEPT))):
+            del self._known[oldest]
+
+    def elsewhere(self, given: Any) -> bool:
+        """Whether rows were shown, most of those that are not what stood in their place."""
+        for t in tensors(given):
+            if _tellable(t):
+                here = self._here.get(tuple(t.shape), [])
+                found = enumerate(_prints(t))
+                moved = [one for row, one in found if all(own[row] != one for own in here)]
+                if 2 * sum(one in self._known for one in moved) > len(moved):
+                    return True
+        return False
+
+
+def _tellable(t: Tensor) -> bool:
+    return t.dim() > 1 and len(t) > 0 and t.is_floating_point() and t[0].numel() >= _FEWEST
+
+
+def _prints(t: Tensor) -> list[int]:
+    """A number for every row; 0 where it is the same all over, and could be anybody's."""
+    flat = t.detach().reshape(len(t), -1)
+    step = max(1, flat.shape[1] // _SAMPLED)
+    some = flat[:, ::step].float().cpu().contiguous()
+    even = (some == some[:, :1]).all(1).tolist()
+    return [0 if e else hash(row.numpy().tobytes()) for row, e in zip(some, even, strict=True)]
 
 
 def _still(module: nn.Module) -> nn.Module:

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -13,11 +15,14 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    default_collate,
 )
 
-from xcal.dp.apart import mapped
+from xcal.dp.apart import mapped, tensors
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
+
+_LOOKED_AT = 6  # items
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -78,15 +83,16 @@ class PrivateLoader(DataLoader[Any]):
         steps = self._steps
         known = steps.spent
         steps.check_stepped()
-        steps.begin_epoch()
+        epoch = steps.begin_epoch()
         batches = super().__iter__()
         while True:
+            steps.check_epoch(epoch)
             steps.check_stepped()
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            steps.open()
+            steps.open(batch)
             yield batch
         steps.end_epoch()
         if steps.spent and not known:
@@ -126,3 +132,44 @@ def check_loader(loader: DataLoader[Any]) -> None:
         )
     if not len(loader):
         raise Refused("loader", "The data_loader has no batches: give it data.")
+    _check_collate(loader)
+
+
+def _check_collate(loader: DataLoader[Any]) -> None:
+    """Refuse rows that are reordered, repeated or mixed on their way into a batch.
+
+    Looked at on a few items: in reverse they must come out in reverse, and each as if alone.
+    """
+    collate = loader.collate_fn
+    if collate is default_collate:
+        return
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    items = [
+        loader.dataset[i] for i in sorted({i * count // _LOOKED_AT for i in range(_LOOKED_AT)})
+    ]
+
+    def made(of: list[Any]) -> list[Tensor]:
+        found = tensors(collate(list(of)))
+        return [t for t in found if t.dim() and len(t) == len(of)]
+
+    together, reverse = made(items), made(items[::-1])
+    alone = [made([item]) for item in items]
+    kept = len(together) == len(reverse) and all(
+        _same(a, b.flip(0)) for a, b in zip(together, reverse, strict=True)
+    )
+    for number, whole in enumerate(together):
+        for row, one in enumerate(alone):
+            if number < len(one) and one[number].shape[1:] == whole.shape[1:]:  # not padded
+                kept = kept and _same(whole[row], one[number][0])
+    if not kept:
+        raise Refused(
+            "loader",
+            "The collate function of the data_loader does not keep rows as they are (it sorts,"
+            " repeats, mixes or changes them at random), so whose a row is would not be known: do"
+            " in the data set, item by item, what it does.",
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    floats = a.is_floating_point() and a.shape == b.shape
+    return torch.allclose(a, b, equal_nan=True) if floats else torch.equal(a, b)

@@ -90,9 +90,14 @@ def promise_text(promise: Promise) -> str:
     assumed = [
         "the draws stay secret, and one unit's records stand under one id",
         "network, criterion and data set treat every record by itself: no value computed from one"
-        " changes what another contributes",
-        "the training loop feeds the network the batches of the private loader, and lets nothing"
-        " else of the data out",
+        " changes what another contributes. Gradients that would are found at every step; values"
+        " are looked at in network, criterion and collate function only, not in a data set whose"
+        " item is made of others (or stands in for them), nor in what the network keeps outside of"
+        " its buffers and attributes",
+        "the training loop gives the network the rows of the private loader's newest batch, changed"
+        " at most each by itself (no mixing of inputs, no number of the batch such as loss.item()"
+        " as a weight), and lets nothing else of the data out",
+        "code that is handed in does not set out to get around the engine",
         "floating point behaves as the reals up to the stated margins: in single precision units"
         " are clipped to the norm over 1 + 10⁻³, releases are rounded to a public grid; how one"
         " record's numbers are rounded does not depend on who else was drawn",

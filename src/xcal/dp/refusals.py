@@ -8,12 +8,13 @@ CODES = {
     "option": "an argument of Opacus that means something else here, or nothing",
     "network": "a network whose per-sample gradients cannot be kept apart (BatchNorm, for one)",
     "foreign-parameters": "an optimizer that holds parameters which are not the module's",
-    "loader": "a data loader whose own sampling cannot be replaced by Poisson sampling",
+    "loader": "a data loader whose own sampling cannot be replaced by Poisson sampling, whose"
+    " collate function does not keep rows, or that is iterated over twice at once",
     "groups": "ids of units that do not fit the data set",
-    "criterion": "a criterion that trains parameters of its own, mixes samples, or whose reduction"
-    " is another",
+    "criterion": "a criterion that trains parameters of its own, mixes samples, remembers them, or"
+    " whose reduction is another",
     "no-draw": "the network trained on, or the optimizer stepped, outside of a draw of the loader",
-    "other-rows": "the network was given another number of rows than were drawn",
+    "other-rows": "rows that were not drawn, are not in their place, or are combined with others",
     "reduced-loss": "a loss that is not one number per sample, or was averaged by hand",
     "foreign-loss": "a backward pass of a loss that is not the returned criterion's",
     "second-backward": "a second backward pass, or forward pass after it, for one draw",

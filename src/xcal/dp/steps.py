@@ -8,19 +8,23 @@ noise that was charged for, and the optimizer takes nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
 
 from xcal.dp.account import Account
-from xcal.dp.apart import check_rows_apart, mapped, tensors
+from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import OpenPass
+from xcal.dp.clipping import MixedRows, OpenPass
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.mechanism import ChargedStep, Mechanism
@@ -58,6 +62,7 @@ class Draw:
     called: bool = False
     going_back: bool = False
     before: dict[str, str] = field(default_factory=dict)
+    outputs: list[GradientEdge] = field(default_factory=list)
     released: dict[str, Tensor] | None = None
     stepped: bool = False
 
@@ -96,6 +101,8 @@ class PrivateSteps:
         self._ahead: deque[Draw] = deque()
         self._current: Draw | None = None
         self._stepping = False
+        self._epoch = 0
+        self._shown = Shown()
         self._looked_at: set[str] = set()
 
     def __deepcopy__(self, _: object) -> PrivateSteps:
@@ -129,8 +136,19 @@ class PrivateSteps:
 
     # The loader's side.
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self) -> int:
         self._ahead.clear()
+        self._epoch += 1
+        return self._epoch
+
+    def check_epoch(self, epoch: int) -> None:
+        """Only the newest iteration over the loader goes on: its draws are those in order here."""
+        if epoch != self._epoch:
+            raise Refused(
+                "loader",
+                "An iteration over the private loader went on after another one was begun: batches"
+                " of two at once cannot be told apart; use one at a time.",
+            )
 
     def check_stepped(self) -> None:
         """Before anything more is charged: is a released gradient waiting for its step?"""
@@ -162,9 +180,10 @@ class PrivateSteps:
         self._ahead.append(drawn)
         return drawn.indices
 
-    def open(self) -> None:
+    def open(self, batch: Any) -> None:
         """The batch of the oldest draw is handed to the loop."""
         self._current = self._ahead.popleft()
+        self._shown.show(batch)
 
     def end_epoch(self) -> None:
         self._current = None
@@ -195,14 +214,29 @@ class PrivateSteps:
                 f"The network was given {rows} rows, and {draw.rows} were drawn: give it the whole"
                 " batch of the private loader, and nothing else, in training mode.",
             )
+        if self._shown.elsewhere((args, dict(kwargs))):
+            raise Refused(
+                "other-rows",
+                "The network was given rows of the loader in other places than they were drawn to"
+                " (reordered, repeated, or kept from another batch): give it this batch, each row"
+                " in its place.",
+            )
+        if torch.is_autocast_enabled(next(self.module.parameters()).device.type):
+            raise Refused(
+                "network",
+                "The network was called under autocast: norms in half precision are too coarse to"
+                " clip by. Train in single precision.",
+            )
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
         if draw.opened is None:
             draw.opened = self._opened(draw)
+            draw.opened.only_if(self._going_back_of(draw))
+            draw.outputs = []
             draw.before = remembered(self.module)
         if rows > 1:
-            self.look_once("network", lambda: check_rows_apart(self.module, args, kwargs))
+            self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
             with draw.opened.recording():
                 answer = call(*args, **kwargs)
@@ -211,13 +245,37 @@ class PrivateSteps:
         for tensor in tensors(answer):
             if tensor.requires_grad:
                 tensor.register_hook(self._going_back_of(draw))  # type: ignore[no-untyped-call]
+                # As it is now: the loop may write into the tensor.
+                draw.outputs.append(get_gradient_edge(tensor))
         return answer
 
-    def look_once(self, what: str, check: Callable[[], None]) -> None:
-        """Make a check the first time that there is something to look at."""
-        if what not in self._looked_at:
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A pass that is not recorded: it may leave nothing behind in the network either."""
+        for name, part in self.module.named_modules():
+            if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
+                raise Refused(
+                    "network",
+                    f"Module {name!r} ({type(part).__name__}) would take statistics from these"
+                    " rows, without noise: call model.eval() before looking at anything.",
+                )
+        before = {name: (b, b._version) for name, b in self.module.named_buffers()}
+        yield
+        for name, now in self.module.named_buffers():
+            known, version = before.get(name, (now, now._version))
+            if now.shape == known.shape and (now is not known or now._version != version):
+                raise Refused(
+                    "network",
+                    f"The network remembers what it sees (its {name} changed in a pass without"
+                    " gradients): nothing but released gradients may change it.",
+                )
+
+    def look_again(self, what: str, check: Callable[[], None]) -> None:
+        """Make a check at the first step, and whenever twice as many have been taken."""
+        now = f"{what} {self.taken.bit_length()}"
+        if now not in self._looked_at:
             check()
-            self._looked_at.add(what)
+            self._looked_at.add(now)
 
     def _opened(self, draw: Draw) -> OpenPass:
         device = next(self.module.parameters()).device
@@ -240,8 +298,8 @@ class PrivateSteps:
         return mapped(answer, lambda t: t[:0])
 
     @staticmethod
-    def _going_back_of(draw: Draw) -> Callable[[Tensor], None]:
-        def check(_: Tensor) -> None:
+    def _going_back_of(draw: Draw) -> Callable[..., None]:
+        def check(*_: Tensor) -> None:
             if not draw.going_back:
                 raise Refused(
                     "foreign-loss",
@@ -288,13 +346,22 @@ class PrivateSteps:
             assert draw.opened is not None
             draw.going_back = True
             try:
+                apart = partial(
+                    draw.opened.check_apart, losses, draw.outputs, seed=self.account.next_step
+                )
+                apart(inside=False)
+                if draw.units > 1:
+                    self.look_again("inside", partial(apart, inside=True))
                 sums = draw.opened.finish(losses).gradients
                 check_remembers_nothing(self.module, draw.before)
+                self._check_nothing_beside()
+            except MixedRows as error:
+                raise Refused("other-rows", str(error)) from None
             except UserError as error:
                 raise Refused("network", str(error)) from None
             finally:
                 draw.going_back = False
-                draw.opened = None
+                draw.opened, draw.outputs = None, []
         released = draw.charged.release_tensors("gradient", sums, sensitivity=self.clip)
         draw.released = {
             name: value.div_(self._divisor).to(parameters[name].dtype)
@@ -302,6 +369,18 @@ class PrivateSteps:
         }
         for name, parameter in parameters.items():
             parameter.grad = draw.released[name].clone()
+
+    def _check_nothing_beside(self) -> None:
+        """Refuse a pass that wrote into `p.grad` by itself, and forget what it wrote."""
+        beside = [
+            n for n, p in self.module.named_parameters() if p.grad is not None and p.grad.any()
+        ]
+        if beside:
+            self.module.zero_grad()
+            raise UserError(
+                f"The gradient of {beside[0]!r} was computed past the recorded pass (a checkpoint,"
+                " or a function with a backward pass of its own): train without it."
+            )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -337,8 +416,18 @@ class PrivateSteps:
                 " the criterion that make_private returned, and call its backward().",
             )
         check_parameters(self.module, optimizer)
+        self._check_unchanged(draw.released)
+        draw.stepped = True
+        self._stepping = True
+        try:
+            optimizer.step()
+        finally:
+            self._stepping = False
+        self.taken += 1
+
+    def _check_unchanged(self, all_released: Mapping[str, Tensor]) -> None:
         for name, parameter in self.module.named_parameters():
-            released = draw.released.get(name)
+            released = all_released.get(name)
             grad = parameter.grad
             if (grad is None) != (released is None) or (
                 grad is not None and released is not None and not torch.equal(grad, released)
@@ -349,13 +438,6 @@ class PrivateSteps:
                     " optimizer.step(): clipping is done by max_grad_norm, anything else cannot be"
                     " told from a gradient that was not released.",
                 )
-        draw.stepped = True
-        self._stepping = True
-        try:
-            optimizer.step()
-        finally:
-            self._stepping = False
-        self.taken += 1
 
     def guard(self, *_: object) -> None:
         """Before any step of the optimizer that was handed in."""
@@ -365,6 +447,8 @@ class PrivateSteps:
                 "The optimizer that was handed in was stepped: step the one that make_private"
                 " returned.",
             )
+        assert self._current is not None and self._current.released is not None
+        self._check_unchanged(self._current.released)
 
 
 def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

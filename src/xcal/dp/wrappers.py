@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.dp.apart import check_losses_apart
+from xcal.dp.batch_invariance import remembered
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
 
@@ -38,7 +39,8 @@ class PrivateModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
             return self._steps.forward(self._module, args, kwargs)
-        return self._module(*args, **kwargs)
+        with self._steps.looking():
+            return self._module(*args, **kwargs)
 
 
 class PrivateLoss:
@@ -139,7 +141,15 @@ class PrivateCriterion(nn.Module):
         self.criterion = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> PrivateLoss:
+        own = self.criterion if isinstance(self.criterion, nn.Module) else None
+        before = {} if own is None else remembered(own)
         losses = self._per_sample(*args, **kwargs)
+        if own is not None and remembered(own) != before:
+            raise Refused(
+                "criterion",
+                f"The criterion {type(own).__name__} remembers what it sees: a running value of its"
+                " own lets one unit move what others contribute later. Use one that keeps nothing.",
+            )
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise Refused(
@@ -148,9 +158,7 @@ class PrivateCriterion(nn.Module):
                 " nothing (the private optimizer divides by the expected batch size).",
             )
         if len(losses) > 1:
-            self._steps.look_once(
-                "criterion", lambda: check_losses_apart(self._per_sample, args, kwargs, losses)
-            )
+            check_losses_apart(self._per_sample, args, kwargs, losses)
         return PrivateLoss(self._steps, losses, self.reduction)
 
     def _per_sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +199,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Not torch's own __init__: groups and state belong to the optimizer inside.
         self.original_optimizer = optimizer
         self._steps = steps
-        optimizer.register_step_pre_hook(steps.guard)
+        self._guard = optimizer.register_step_pre_hook(steps.guard)
+
+    def __reduce_ex__(self, _: object) -> Any:
+        raise Refused(
+            "option",
+            "A private optimizer cannot be copied or pickled: copy its state_dict(), or use the"
+            " engine's save().",
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -230,6 +245,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        # Last of all hooks, so that none changes gradients after they were looked at.
+        hooks: Any = self.original_optimizer._optimizer_step_pre_hooks
+        if self._guard.id in hooks:
+            hooks.move_to_end(self._guard.id)
+        else:
+            hooks[self._guard.id] = self._steps.guard
         self._steps.step(self.original_optimizer)
         return result
 

@@ -13,7 +13,7 @@ all this fits a network; `losses.py` are the losses.
 
 from __future__ import annotations
 
-from xcal.dp.clipping.engine import ClippedSum, ClippingEngine, OpenPass, joined
+from xcal.dp.clipping.engine import ClippedSum, ClippingEngine, MixedRows, OpenPass, joined
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "ClippedSum",
     "ClippingEngine",
     "Geometry",
+    "MixedRows",
     "OpenPass",
     "joined",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -401,6 +402,10 @@ class ClippingEngine:
         return _every_parameter(self._model, gradients)
 
 
+class MixedRows(UserError):
+    """What one unit contributes to a pass depends on others of its batch."""
+
+
 class OpenPass:
     """A pass in two halves, for a training loop that calls network and loss itself.
 
@@ -429,6 +434,66 @@ class OpenPass:
         self.check()
         return TapeRecorder(self._plain, self._rows, self._tape, self._anchor)
 
+    def only_if(self, asked: Callable[[], None]) -> None:
+        """`asked` raises where a backward pass through the network is not the one of `finish`."""
+        self._tape.asked = asked
+
+    def check_apart(
+        self, losses: Tensor, outputs: Sequence[GradientEdge], *, inside: bool, seed: int
+    ) -> None:
+        """Refuse losses by which one unit's gradient depends on others.
+
+        Some units' losses count double: the gradients of the others must stay as they are, at the
+        network's outputs and, with `inside`, wherever a parameter is used. What is mixed without a
+        gradient (a value that was detached) is not seen.
+        """
+        count = self._units.count
+        if count < 2:
+            return
+        refuse_other_uses(losses, self._names)
+        source = torch.Generator().manual_seed(seed)
+        doubled = (torch.randperm(count, generator=source) % 2 == 0).to(losses.device)
+        still = torch.zeros_like(doubled)
+        plain = self._gradients(losses, outputs, still, inside)
+        for marked in (doubled, ~doubled):
+            moved = self._gradients(losses, outputs, marked, inside)
+            if not self._stay(plain, moved, ~marked):
+                raise MixedRows(
+                    "The loss of one row depends on others of the batch, on its way through network"
+                    " or loop, so one unit's influence cannot be bounded: combine nothing across"
+                    " rows, keep them in their order, and the batch as the first dimension."
+                )
+
+    def _gradients(
+        self, losses: Tensor, outputs: Sequence[GradientEdge], doubled: Tensor, inside: bool
+    ) -> dict[str, Tensor]:
+        total = (losses * (1 + self._units.per_image(doubled).to(losses.dtype))).sum()
+        asked = [*outputs, get_gradient_edge(self._anchor)] if inside else list(outputs)
+        if not asked:
+            return {}
+        found = torch.autograd.grad(total, asked, retain_graph=True, allow_unused=True)
+        named = {str(i): g for i, g in enumerate(found[: len(outputs)]) if g is not None}
+        return {**named, **self._tape.forget(), **self._plain.forget()} if inside else named
+
+    def _stay(self, plain: Mapping[str, Tensor], moved: Mapping[str, Tensor], kept: Tensor) -> bool:
+        floor = 1e-6 * max((_typical(g) for g in plain.values()), default=0.0)
+        for name, before in plain.items():
+            after = moved[name]
+            if before.dim() == 0 or len(before) not in (self._rows, self._units.count):
+                if bool(before.any()):
+                    return False
+                continue
+            mine = self._units.per_image(kept) if len(before) == self._rows else kept
+            if not bool(mine.any()):
+                continue
+            own = before[mine].reshape(int(mine.sum()), -1).double()
+            moves = (after[mine].reshape(own.shape).double() - own).abs()
+            moves = moves.nan_to_num(0.0, 0.0, 0.0)
+            allowed = 1e-4 * own.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True) + floor
+            if bool((moves > allowed).any()):
+                return False
+        return True
+
     def finish(self, losses: Tensor) -> ClippedSum:
         """The sum over units of clipped gradients of their images' mean loss; see `ClippedSum`.
 
@@ -454,6 +519,14 @@ class OpenPass:
             factors = _factors(limit, norms).masked_fill(dropped, 0.0)
             gradients = _every_parameter(self._model, self._tape.weighted_sum(factors))
         return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
+
+
+def _typical(rows: Tensor) -> float:
+    """The largest number of a row, as it is for most rows."""
+    if rows.dim() == 0 or not rows.numel():
+        return 0.0
+    largest = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+    return float(largest.nan_to_num(0.0, 0.0, 0.0).abs().amax(1).median())
 
 
 def _margin(model: nn.Module) -> float:

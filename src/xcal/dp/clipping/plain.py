@@ -221,6 +221,12 @@ class Plain:
 
         return _apply(_Rows, self._anchor, value.detach(), deliver)
 
+    def forget(self) -> dict[str, Tensor]:
+        """Gradients by image of what has a row per sample already; then there are none."""
+        found = {f"{number} by row": g for number, (_, g) in enumerate(self._by_row)}
+        self._by_row = []
+        return found
+
     def settle(self) -> None:
         """After the backward pass: what was derived, followed back to the parameters."""
         units = self._tape.units

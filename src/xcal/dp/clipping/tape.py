@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,7 @@ class Tape:
         self._rows: dict[str, Tensor] = {}
         self._pairs: dict[str, _Pair] = {}
         self._lookups: dict[str, _Lookup] = {}
+        self.asked: Callable[[], None] = lambda: None  # raises where nobody asked for gradients
 
     def by_channel(self, name: str, g: Tensor) -> Tensor:
         """An output gradient (B, channels, …) times the weights of the parameter's channels."""
@@ -127,6 +128,7 @@ class Tape:
 
     def add_unit_rows(self, name: str, per_unit: Tensor, unit: int | None = None) -> None:
         """Add to the explicit gradients of a parameter, (U, *shape), or (1, *shape) of one unit."""
+        self.asked()
         rows = _one_part(self.by_channel(name, per_unit))
         if unit is not None:
             every = rows.new_zeros(1, self.units.count, rows.shape[2])
@@ -141,6 +143,7 @@ class Tape:
 
     def add_lookup(self, name: str, g: Tensor, ids: Tensor, table: int) -> None:
         """Record that rows `ids` (B, T) of a table were read, with gradients `g` (B, T, D)."""
+        self.asked()
         weights = self._geometry.channel_weights(name, g)
         if weights is not None:
             g = g * weights[ids].unsqueeze(-1)
@@ -155,6 +158,7 @@ class Tape:
 
     def add_parts(self, name: str, per_image: Tensor) -> None:
         """Record explicit gradients in parts (T, B, N), see `per_image_weight_gradient`."""
+        self.asked()
         parts = self.units.summed(per_image)
         if self.uses[name] > 1:
             # Uses on maps of different sizes may come in different parts: bring all to one.
@@ -165,6 +169,7 @@ class Tape:
         self, name: str, g: Tensor, x: Tensor, shape: ConvShape, patches: Tensor | None = None
     ) -> None:
         """Record a use of a dense weight by its input and output gradient."""
+        self.asked()
         if self.uses[name] > 1:
             self.add_parts(name, per_image_weight_gradient(g, x, shape))
         else:
@@ -180,6 +185,14 @@ class Tape:
             yield pair.x
         for lookup in self._lookups.values():
             yield lookup.g
+
+    def forget(self) -> dict[str, Tensor]:
+        """All gradients that are written here, images (or units) first; then nothing is."""
+        found = {name: parts.transpose(0, 1) for name, parts in self._rows.items()}
+        found |= {f"{name} pair": pair.g for name, pair in self._pairs.items()}
+        found |= {f"{name} lookup": lookup.g for name, lookup in self._lookups.items()}
+        self._rows, self._pairs, self._lookups = {}, {}, {}
+        return found
 
     def drop(self, units: Tensor) -> None:
         """Make nothing of the marked units, whatever was written of them: 0 x NaN is not 0."""
