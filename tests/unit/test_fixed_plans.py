@@ -289,7 +289,7 @@ def test_a_folder_of_before_resumes_by_the_filter(tmp_path: Path) -> None:
 def test_digests_of_before_stay_what_they_were() -> None:
     before = make_experiment({**QUICK, "accountant": "renyi"})
     assert "accountant" not in before.identity()
-    later = ("accountant", "workers")
+    later = ("accountant", "workers", "loss", "log")
     today = {k: v for k, v in before.resolved().items() if k not in later}
     assert {RENAMED.get(k, k): v for k, v in before.identity().items()} == today
     assert make_experiment(QUICK).identity()["accountant"] == "auto"

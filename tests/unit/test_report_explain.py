@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_named_in_one_sentence(run: LoadedRun, tmp_path: 
         ("nowhere.png", "check the path"),
         ("empty", "holds no images"),
         ("zero.png", "is empty"),
-        ("text.png", "no image that can be recognized"),
+        ("text.png", "not an image that can be recognized"),
         ("cut.png", "broken or truncated"),
         ("notes.txt", "not named as an image"),
         ("mixed", "bad.png"),

@@ -84,6 +84,9 @@ def fix(model: nn.Module, *, batch_norm: str = "group") -> tuple[nn.Module, list
         UserError: for another `batch_norm`, a lazy parameter without a shape, a batch norm of an
             unknown kind, or one that has no statistics to freeze.
 
+    Guarantee: none by itself; what it returns can be clipped by `xcal.PrivacyEngine`, which checks
+    that samples stay apart.
+
     Example:
         >>> import xcal
         >>> model, changes = xcal.fix(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)))

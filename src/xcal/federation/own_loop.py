@@ -33,6 +33,8 @@ def policy(path: str | os.PathLike[str]) -> PolicyCheck:
         UserError: where the file is missing or not a policy. The engine's `make_private` then
             raises `xcal.federation.refusals.Refused`, with its code, for what is not allowed.
 
+    Guarantee: a training beyond what the file allows is refused before its first charge.
+
     Example:
         >>> import tempfile, xcal
         >>> site = Path(tempfile.mkdtemp())

@@ -55,7 +55,7 @@ class Cell:
         Keys go by the names that they had when the first cells were kept.
         """
         old = {new: old for old, new in RENAMED.items()}
-        keys = {old.get(k, k): v for k, v in self.keys.items()}
+        keys = {old.get(k, k): v for k, v in dict(self.keys).items()}
         text = json.dumps([self.scale, self.explained, keys], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

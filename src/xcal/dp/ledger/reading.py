@@ -42,6 +42,8 @@ class Ledger:
     Raises:
         UserError: where there is no ledger, or it cannot be read.
 
+    Guarantee: reading changes nothing; `verify` recomputes every charge and the chain of rows.
+
     Example:
         >>> import tempfile, xcal
         >>> folder = tempfile.mkdtemp()
