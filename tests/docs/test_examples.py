@@ -24,6 +24,7 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_an_example_trains(path: Path, tmp_path: Path) -> None:
     """With the example's own method and federation, on small data and few rounds."""

@@ -36,6 +36,7 @@ def command() -> list[str]:
     return match.group(1).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [(), ("--set", "network=frozen:network")], ids=["own", "norm"])
 def test_the_files_of_the_page_train_as_they_stand(
     changes: tuple[str, ...], tmp_path: Path

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support import ROOT, xcal_process
 
 PAGE = (ROOT / "docs" / "library.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)))

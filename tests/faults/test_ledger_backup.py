@@ -147,6 +147,7 @@ def test_an_order_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "h").exists()
 
 
+@pytest.mark.slow
 def test_a_site_refused_for_its_terms_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(self.second(x)).mean(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Layers, Transformer])
 def test_no_weights_at_all_carry_a_unit_past_the_norm(kind: type[nn.Module]) -> None:
     """Weights, channels and pixels of every size at once, as somebody who searches would try."""

@@ -98,6 +98,7 @@ def test_a_damaged_set_is_named(tmp_path: Path, text: str) -> None:
         Results(results.path).all("smoke")
 
 
+@pytest.mark.slow
 def test_a_damaged_cell_ends_the_commands_with_2(tmp_path: Path) -> None:
     results = folder(tmp_path / "r")
     path_of(results).write_text("{}")

@@ -12,6 +12,7 @@ from support import TINY
 from xcal.methods.client_data import Rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper", "fl", "adaptive-clip"])
 @pytest.mark.parametrize("views", [1, 2])
 def test_pictures_are_made_a_chunk_at_a_time(
