@@ -68,6 +68,7 @@ def on_grid(values: torch.Tensor, scale: float) -> bool:
     return bool(torch.equal(multiples, multiples.round()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["seeded", "secure"])
 @pytest.mark.parametrize("method", [m.name for m in METHODS.values() if m.private])
 def test_every_released_coordinate_lies_on_the_grid(

@@ -8,6 +8,7 @@ from step_files import to_read
 from xcal.methods.registry import METHODS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.private])
 def test_a_step_is_verified_in_twelve_files(method: str) -> None:
     files = to_read(method)

@@ -97,6 +97,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["xcal", "xcal-paper"])
 def test_killed_everywhere_and_resumed_is_the_same_run(method: str, tmp_path: Path) -> None:
     keys = {**TINY, "method": method, "optimizer": "momentum", "lr": 0.1}
