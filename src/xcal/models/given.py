@@ -74,7 +74,7 @@ def _name_of(model: nn.Module, layer: nn.Module | str | None) -> str | None:
 
 
 def _named(network: Any, layer: str | None) -> Any:
-    """With the attributes that every network has here; what is no network is refused later."""
+    """With the attributes that every network has here; what is not a network is refused later."""
     if isinstance(network, nn.Module):
         if layer is not None:
             network.cam_layer, network.head_layer = layer, None  # type: ignore[assignment]
