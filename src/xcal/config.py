@@ -55,7 +55,11 @@ FIRST_EDITION: Mapping[str, str] = {
     ).split()
 }
 # What a run, a request or a study's cell meant that was written down before the key was there.
-BEFORE_THE_KEY: Mapping[str, Any] = {"accountant": "renyi", "loss": None}
+BEFORE_THE_KEY: Mapping[str, Any] = {
+    "accountant": "renyi",
+    "loss": None,
+    "pool_views": "none",
+}
 
 
 def key(default: Any, description: str, *, travels: bool, **limits: Any) -> Any:
@@ -97,6 +101,12 @@ class Experiment(BaseModel):
         "last",
         description="what the head reads: last (the last map), or stages:a-b (maps and squares of"
         " these stages, standardized by public constants in the weights file)",
+        travels=True,
+    )
+    pool_views: Literal["none", "turns", "shifts"] = key(
+        "none",
+        description="whether the head reads the mean over views of an image: turns (turned and"
+        " mirrored, eight), or shifts (plain, mirrored, moved, closer, five)",
         travels=True,
     )
     train: str = key(

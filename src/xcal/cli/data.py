@@ -174,6 +174,7 @@ def constants_command(
     pixels: int = typer.Option(128, help="Side of the images."),
     head_reads: str = typer.Option("stages:4-6", help="What the head reads, as in an experiment."),
     network: str = typer.Option("efficientnet_b0", help="The network that the weights are of."),
+    pool_views: str = typer.Option("none", help="none, turns or shifts, as in an experiment."),
 ) -> None:
     """Add the constants of a set's public validation images to a weights file.
 
@@ -192,11 +193,13 @@ def constants_command(
         "norm": "frozen",
         "weights": str(weights),
         "head_reads": head_reads,
+        "pool_views": pool_views,
     }
     experiment = make_experiment(keys, "the options")
     images = public_images(experiment)
     write_constants(experiment, images, out)
     typer.echo(
         f"{out} holds {weights.name} and constants of {len(images)} public images of {name}:"
-        f" train with `--set weights={out} --set head_reads={head_reads}`."
+        f" train with `--set weights={out} --set head_reads={head_reads}"
+        f"{'' if pool_views == 'none' else f' --set pool_views={pool_views}'}`."
     )

@@ -25,6 +25,7 @@ from xcal.federation.setup import AGREE, DATA_SEED, may_measure
 from xcal.models.backbone import Split
 from xcal.models.probe import CONSTANTS, constants_of
 from xcal.models.registry import build_network
+from xcal.models.views import OverViews
 from xcal.models.weights import load_published, read_weights
 
 MOST_IMAGES = 512
@@ -49,6 +50,8 @@ def with_constants(experiment: Experiment) -> Experiment:
     state.update(np.ascontiguousarray(images.pixels).tobytes())
     state.update(f"{experiment.network} {experiment.norm} {experiment.output_stride}".encode())
     state.update(experiment.head_reads.encode())
+    if experiment.pool_views != "none":  # means over views vary less than what they are means of
+        state.update(experiment.pool_views.encode())
     name = f"{experiment.data.replace(':', '.')}-{experiment.pixels}px"
     path = data_root() / "weights" / f"{name}-{state.hexdigest()[:16]}.safetensors"
     if not path.exists():
@@ -82,7 +85,8 @@ def write_constants(experiment: Experiment, images: Images, path: Path) -> None:
             "Constants are for a head that reads several stages of published weights: give weights"
             " and head_reads = 'stages:a-b'."
         )
-    network = build_network(experiment.model_copy(update={"weights": None}), 2).eval()
+    plain = {"weights": None, "pool_views": "none"}
+    network = build_network(experiment.model_copy(update=plain), 2).eval()
     neutral = {name: network.state_dict()[name] for name in CONSTANTS}
     published = {
         name: tensor.contiguous()
@@ -90,6 +94,8 @@ def write_constants(experiment: Experiment, images: Images, path: Path) -> None:
         if name not in CONSTANTS
     }
     load_published(network, {**published, **neutral})
+    if experiment.pool_views != "none":
+        network = OverViews(network, experiment.pool_views)
     # All but the head: from images to what it reads.
     reading = Split(tuple(network.segments()[:-1]), ())  # type: ignore[operator]
     pooled = torch.cat(

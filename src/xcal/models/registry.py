@@ -12,6 +12,7 @@ from xcal.errors import UserError
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small
+from xcal.models.views import OverViews
 from xcal.models.weights import load_published, read_weights
 from xcal.plugins import MANUAL, OwnCodeError, check_call, load_object, own_code
 
@@ -59,6 +60,8 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
         raise UserError(f"The network {name!r} always trains whole: leave out train.")
     if experiment.weights is not None:
         load_published(network, read_weights(Path(experiment.weights)))
+    if experiment.pool_views != "none":
+        network = OverViews(network, experiment.pool_views)
     return network
 
 

@@ -47,6 +47,11 @@ class Small(nn.Module):
         logits: Tensor = self.head(self.pool(self.features(self.standardize(images))).flatten(1))
         return logits
 
+    def segments(self) -> list[nn.Module]:
+        """Modules that, one after the other, are the network."""
+        pool = nn.Sequential(self.pool, nn.Flatten(1))
+        return [self.standardize, self.features, pool, self.head]
+
 
 def small(
     classes: int,
