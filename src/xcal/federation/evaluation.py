@@ -21,6 +21,7 @@ from xcal.explain.interval import mean_interval
 from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
 from xcal.methods.client_data import Inputs
+from xcal.methods.feature_store import FeatureStore
 from xcal.metrics.classification import macro_f1
 from xcal.metrics.registry import classification_metrics
 from xcal.models.backbone import split_backbone
@@ -74,7 +75,8 @@ class PublicImages:
 
     def __init__(self, images: Images, device: str = "cpu", feature_cache_mb: int = 0) -> None:
         self._images = images
-        self._inputs = Inputs(images.pixels, (View(),), 1.0, device)
+        store = FeatureStore.of_environment()
+        self._inputs = Inputs(images.pixels, (View(),), 1.0, device, store)
         self._keep_mb = feature_cache_mb
 
     def predict(self, model: nn.Module, on_images: OnImages = lambda *_: None) -> Predictions:

@@ -41,6 +41,7 @@ from xcal.federation.simulated import make_ledger
 from xcal.federation.site_directory import Owner, read_owner
 from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.methods.client_data import LocalData
+from xcal.methods.feature_store import FeatureStore
 from xcal.methods.loss import loss_of
 from xcal.models.registry import build_network
 
@@ -253,6 +254,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
                 views=experiment.views,
                 augment=experiment.augment,
                 declared_units=federation.declared[client] if federation.declared else None,
+                store=FeatureStore.of_environment() if experiment.sites is None else None,
             ),
             noise=_noise(experiment),
             dealt=federation.dealt,

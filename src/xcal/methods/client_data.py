@@ -17,6 +17,7 @@ from xcal.data.normalize import to_tensor
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import UnitTable, filled_up, images_of, poisson_draw
 from xcal.errors import UserError
+from xcal.methods.feature_store import FeatureStore, in_fixed_passes
 from xcal.models.backbone import Split
 
 # Always the same neighbors: what the beginning makes of an image is then the same to the bit,
@@ -28,12 +29,18 @@ class Inputs:
     """Every image of a client in every view, made when it is asked for."""
 
     def __init__(
-        self, pixels: NDArray[np.uint8], views: tuple[View, ...], brightness: float, device: str
+        self,
+        pixels: NDArray[np.uint8],
+        views: tuple[View, ...],
+        brightness: float,
+        device: str,
+        store: FeatureStore | None = None,
     ) -> None:
         self._pixels = pixels
         self._views = views
         self._brightness = brightness
         self._device = device
+        self._store = store
         self._kept: _Kept | None = None
 
     def pictures(self, images: NDArray[np.int64], views: NDArray[np.int64]) -> Tensor:
@@ -53,19 +60,30 @@ class Inputs:
             self._kept = None
             return False
         digest = split.digest()
-        if self._kept is not None and (self._kept.digest, self._kept.rows) == (digest, rows):
+        if self._kept is not None and self._kept.serves(digest, rows):
             self._kept.split = split  # the same weights in a network built anew
             return True
         if not self.fits(split, views, megabytes):
             self._kept = None
             return False
         one, count = self._first(split), self._count(views)
+        if self._store is not None and count == len(self._pixels):
+            table = self._stored(self._store, split, digest, one)
+            made = np.ones(1, dtype=bool)  # one block of all
+            self._kept = _Kept(split, digest, table, made, count, stored=True)
+            return True
         shape = (count, *one.shape[1:])
         made = np.zeros(math.ceil(count / (rows or _BLOCK)), dtype=bool)
         # Zeros of the operating system's: memory is taken only as blocks are filled.
         table = torch.from_numpy(np.zeros(shape, dtype=one.cpu().numpy().dtype))
         self._kept = _Kept(split, digest, table, made, rows)
         return True
+
+    def _stored(self, store: FeatureStore, split: Split, digest: str, one: Tensor) -> Tensor:
+        def make(images: NDArray[np.int64]) -> Tensor:
+            return in_fixed_passes(split.begin, self.pictures(images, np.zeros_like(images)))
+
+        return store.table(digest, np.asarray(self._pixels), self._brightness, one, make)
 
     def fits(self, split: Split, views: int, megabytes: int) -> bool:
         """Whether all that `split` makes, of all the views that steps may ask for, fits."""
@@ -109,6 +127,10 @@ class _Kept:
     table: Tensor
     made: NDArray[np.bool_]
     rows: int
+    stored: bool = False  # in passes of the store's own size, whatever was asked for
+
+    def serves(self, digest: str, rows: int) -> bool:
+        return self.digest == digest and (self.stored or self.rows == rows)
 
 
 @dataclass(frozen=True)
@@ -213,6 +235,7 @@ class LocalData:
         views: int = 1,
         augment: Augment = "turns",
         declared_units: int | None = None,
+        store: FeatureStore | None = None,
     ) -> None:
         check_views(views, augment)
         self.unit = unit
@@ -228,7 +251,7 @@ class LocalData:
         self._device = device
         self._augment = augment
         self._views = views
-        self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device)
+        self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device, store)
         self._kept = False
 
     def cache_features(self, split: Split | None, megabytes: int, rows: int = 0) -> bool:
