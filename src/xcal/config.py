@@ -59,6 +59,7 @@ BEFORE_THE_KEY: Mapping[str, Any] = {
     "accountant": "renyi",
     "loss": None,
     "pool_views": "none",
+    "shares": "left",
 }
 
 

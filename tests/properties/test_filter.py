@@ -126,13 +126,14 @@ def signal_of(kind: str, steps: int, rng: np.random.Generator) -> np.ndarray:
 KINDS = ["silent", "low", "high", "rising", "falling", "noisy", "alternating", "outrageous"]
 
 
+@pytest.mark.parametrize("shares", ["plan", "left"])
 @pytest.mark.parametrize("reference", ["running", "absolute"])
 @pytest.mark.parametrize("epsilon", [0.05, 0.5, 5.0, 50.0])
-def test_all_steps_are_taken_and_the_budget_is_used(epsilon, reference):
+def test_all_steps_are_taken_and_the_budget_is_used(epsilon, reference, shares):
     shape = PlanShape(epsilon, 1e-5, units=3332, batch=32, rounds=30)
     plan = plan_xcal(shape, kappa=5.0, w=0.5)
-    rule = XcalRule(plan, SignalSettings(), reference=reference)
-    table = plan.table()
+    rule = XcalRule(plan, SignalSettings(), reference=reference, shares=shares)
+    table, even = plan.table(), plan.budget / plan.steps
     for kind in KINDS:
         rng = np.random.default_rng(5)
         state, now, exact = XcalState(), RenyiFilter(plan.order, plan.budget), Fraction(0)
@@ -140,6 +141,8 @@ def test_all_steps_are_taken_and_the_budget_is_used(epsilon, reference):
             sigma, cost = next_effective_sigma(state, rule, now.spent, plan.steps - number, table)
             now = now.after(cost)  # a refusal would raise
             exact += Fraction(cost)
+            if shares == "plan":  # no step has more noise than m = 1 − w, but for the grid's gaps
+                assert cost >= 0.97 * 0.5 * even, kind
             noise = plan.sigma_signal / plan.batch * rng.normal()
             state = state.updated(float(signal) + noise, rule)
         assert exact <= Fraction(plan.budget)

@@ -45,6 +45,12 @@ class XcalParameters(SignalParameters, ChannelParameters, QuantileParameters):
         "running", description="what s is held against", travels=True
     )
     contrast: Positive = key(0.1, description="smallest Δ, the scale of s − s̄", travels=True)
+    shares: Literal["plan", "left"] = key(
+        "plan",
+        description="what a step takes its share of: the plan, with a floor for every later step,"
+        " or what is left, as the first edition did",
+        travels=True,
+    )
     signal_every: Whole = key(4, description="a signal every k-th step", travels=True)
     signal_fraction: float = key(
         1.0,
@@ -82,6 +88,7 @@ class XcalRule:
     kappa: float = 5.0
     reference: str = "running"
     contrast: float = 0.1
+    shares: str = "plan"
     signal_every: int = 1
     signal_fraction: float = 1.0
     with_signal: bool = True
@@ -153,15 +160,30 @@ def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
     return height(now) / ((height(now) + height(total - 1)) / 2)
 
 
+def share_of_plan(rule: XcalRule, factor: float, spent: float, steps_left: int) -> float:
+    """m times an even share of the plan, saved shares spread over what is left.
+
+    Shares of what is left starve the last steps where m stays above 1, just when the model should
+    settle. So no step may take what later ones need at m = 1 − w: none has more noise than that.
+    """
+    even = rule.plan.budget / rule.plan.steps
+    saved = max(even * (rule.plan.steps - steps_left) - spent, 0.0)
+    floor = (1 - rule.w) * even * (steps_left - 1)
+    return min(factor * (even + saved / max(steps_left, 1)), rule.plan.budget - spent - floor)
+
+
 def next_effective_sigma(
     state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
 ) -> tuple[float, float]:
     """The next step's σ_eff and its cost, from releases and public constants (method.md §4.5)."""
     left = rule.plan.budget - spent
-    scheduled = rule.source in SCHEDULES
-    factor = scheduled_factor(rule, steps_left) if scheduled else share_factor(state, rule)
-    share = min(left / max(steps_left, 1) * factor, left)
-    k = table.cheapest_within(share)
+    if rule.source in SCHEDULES:
+        share = left / max(steps_left, 1) * scheduled_factor(rule, steps_left)
+    elif rule.shares == "left":
+        share = left / max(steps_left, 1) * share_factor(state, rule)
+    else:
+        share = share_of_plan(rule, share_factor(state, rule), spent, steps_left)
+    k = table.cheapest_within(min(share, left))
     if k is None:
         raise BudgetExhausted("what is left pays for no step of the grid")
     return float(table.sigmas[k]), float(table.costs[k])
@@ -307,6 +329,7 @@ class OurXcal(LocalMethod):
             kappa=experiment.kappa,
             reference=experiment.reference,
             contrast=experiment.contrast,
+            shares=experiment.shares,
             signal_every=experiment.signal_every,
             signal_fraction=experiment.signal_fraction,
             source=experiment.signal_source,
