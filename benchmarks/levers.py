@@ -44,12 +44,10 @@ RESULTS = Path(__file__).parent / "results" / "levers"
 PIXELS, DELTA, ROUNDS, BATCH, CLIP, AVERAGE = 128, 1e-5, 20, 1024, 8.0, 0.2
 PARTS = ("validation", "test", "train")
 SYMMETRY = {"chest-xray14": "shifts"}  # all others: turns
-MOST_TURNS = 4  # of the eight views: a mirrored turn costs as much and adds little
 
 
 def views_of(name: str) -> tuple[FixedView, ...]:
-    kind = SYMMETRY.get(name, "turns")
-    return POOLED[kind][:MOST_TURNS] if kind == "turns" else POOLED[kind]
+    return POOLED[SYMMETRY.get(name, "turns")]
 
 
 # --- features -------------------------------------------------------------------------------------
@@ -189,12 +187,13 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float, lam: floa
         public = covariance(data)
         scale = lam * float(torch.diag(public).mean())
         solve = torch.linalg.inv(public + scale * torch.eye(len(public))) * scale
+    own_images = [(x[shard], y[shard]) for shard in shards]
     head = torch.zeros(data.classes, x.shape[1] + 1)
     reported = head
     for number in range(rounds):
         total, weight = torch.zeros_like(head), 0
-        for client, shard in enumerate(shards):
-            n = len(shard)
+        for client, (features, classes) in enumerate(own_images):
+            n = len(classes)
             batch = n if arm.once else min(BATCH, n)
             steps = 1 if arm.once else -(-n // batch)
             sigma = multiplier(epsilon, batch / n, steps * rounds, arm.accountant)
@@ -202,7 +201,7 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float, lam: floa
             generator = torch.Generator().manual_seed(seed * 10**6 + number * 1000 + client)
             for _ in range(steps):
                 drawn = torch.rand(n, generator=generator) < batch / n
-                inputs, labels = x[shard][drawn], y[shard][drawn]
+                inputs, labels = features[drawn], classes[drawn]
                 error = torch.softmax(inputs @ own[:, :-1].T + own[:, -1], dim=1)
                 error[torch.arange(len(labels)), labels] -= 1
                 norm = error.norm(dim=1) * (inputs.square().sum(dim=1) + 1).sqrt()

@@ -104,10 +104,10 @@ class Experiment(BaseModel):
         " these stages, standardized by public constants in the weights file)",
         travels=True,
     )
-    pool_views: Literal["none", "turns", "shifts"] = key(
+    pool_views: Literal["none", "turns", "mirrored-turns", "shifts"] = key(
         "none",
-        description="whether the head reads the mean over views of an image: turns (turned and"
-        " mirrored, eight), or shifts (plain, mirrored, moved, closer, five)",
+        description="whether the head reads the mean over views of an image: turns (four),"
+        " mirrored-turns (eight), or shifts (plain, mirrored, moved left and right, closer)",
         travels=True,
     )
     train: str = key(

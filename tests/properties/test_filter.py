@@ -15,7 +15,7 @@ from xcal.dp.accounting import budget_at, geometric_table, reference_cost
 from xcal.dp.calibration import PlanShape, plan_xcal
 from xcal.dp.filter import BudgetExhausted, RenyiFilter, add_up
 from xcal.explain.signal import SignalSettings
-from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma
+from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma, smoothing_noise
 
 any_cost = st.one_of(
     st.floats(0, 2),
@@ -196,3 +196,17 @@ def test_a_query_takes_microseconds(capsys):
         print("".join(f"\n  {name}: {t * 1e6:.1f} µs" for name, t in times.items()))
     # The aim is 50 µs; a test on a busy machine leaves room.
     assert max(times.values()) < 200e-6
+
+
+def test_the_noise_of_a_smoothed_signal_is_the_one_that_the_contrast_is_made_of():
+    """D of the rule: the deviation of s − s̄ that noise alone gives, by simulation."""
+    shape = PlanShape(0.5, 1e-5, units=3332, batch=32, rounds=30)
+    rule = XcalRule(plan_xcal(shape, kappa=5.0, w=0.5), SignalSettings())
+    rng, runs = np.random.default_rng(3), 4000
+    one = rule.plan.sigma_signal / rule.plan.batch
+    fast, slow = np.zeros(runs), np.zeros(runs)
+    for _ in range(900):
+        noise = one * rng.normal(size=runs)
+        fast = (1 - rule.tau) * fast + rule.tau * noise
+        slow = (1 - rule.slow_tau) * slow + rule.slow_tau * noise
+    assert np.std(fast - slow) == pytest.approx(smoothing_noise(rule), rel=0.04)

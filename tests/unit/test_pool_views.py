@@ -18,12 +18,12 @@ from xcal.models.views import POOLED, FixedView, OverViews
 IMAGES = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("view", POOLED["turns"])
+@pytest.mark.parametrize("view", POOLED["mirrored-turns"])
 def test_a_map_is_turned_back_onto_its_image(view: FixedView) -> None:
     assert torch.equal(view.undo(view.of(IMAGES)), IMAGES)
 
 
-def test_the_eight_views_differ_and_the_plain_one_is_first() -> None:
+def test_the_views_differ_and_the_plain_one_is_first() -> None:
     for views in POOLED.values():
         shown = [view.of(IMAGES) for view in views]
         assert torch.equal(shown[0], IMAGES)
@@ -41,7 +41,7 @@ def test_the_head_reads_the_mean_of_what_it_would_read_of_each_view() -> None:
 
 
 def test_a_turned_image_has_the_same_logits_and_a_turned_map() -> None:
-    network = OverViews(small(4, seed=1).double(), "turns")
+    network = OverViews(small(4, seed=1).double(), "mirrored-turns")
     images = IMAGES.double()
     turned = FixedView(mirrored=True, turns=1)
     assert torch.allclose(network(images), network(turned.of(images)), atol=1e-12)

@@ -174,7 +174,7 @@ def constants_command(
     pixels: int = typer.Option(128, help="Side of the images."),
     head_reads: str = typer.Option("stages:4-6", help="What the head reads, as in an experiment."),
     network: str = typer.Option("efficientnet_b0", help="The network that the weights are of."),
-    pool_views: str = typer.Option("none", help="none, turns or shifts, as in an experiment."),
+    pool_views: str = typer.Option("none", help="As in an experiment."),
 ) -> None:
     """Add the constants of a set's public validation images to a weights file.
 

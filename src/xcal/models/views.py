@@ -63,8 +63,9 @@ def _turned(x: Tensor, turns: int) -> Tensor:
 
 
 POOLED: dict[str, tuple[FixedView, ...]] = {
-    # No upper side: the eight symmetries of the square.
-    "turns": tuple(FixedView(mirrored, turns) for mirrored in (False, True) for turns in range(4)),
+    # No upper side: the turns of the square, or all of its symmetries at twice the passes.
+    "turns": tuple(FixedView(turns=turns) for turns in range(4)),
+    "mirrored-turns": tuple(FixedView(m, turns) for m in (False, True) for turns in range(4)),
     # An upper side: mirrored, moved, closer.
     "shifts": (
         FixedView(),
