@@ -98,5 +98,13 @@ def test_good_reads_standardized_stages_where_the_network_has_them() -> None:
     keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
     made = make_experiment(keys)
     assert (made.network, made.head_reads, made.train) == ("efficientnet_b0", "stages:4-6", "head")
+    assert made.pool_views == "turns"
+    assert make_experiment({**keys, "data": "another"}).pool_views == "none"
     assert make_experiment({**keys, "network": "resnet18"}).head_reads == "last"
     assert make_experiment({**keys, "weights": None}).head_reads == "last"
+
+
+def test_good_has_a_rate_for_each_size_of_epsilon() -> None:
+    keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
+    rates = [make_experiment({**keys, "epsilon": e}).lr for e in (0.05, 0.5, 5.0)]
+    assert rates == [0.01, 0.05, 0.2]
