@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from xcal.cli.main import main
+from xcal.cli.app import main
 
 Invoke = Callable[..., tuple[int, str, str]]
 

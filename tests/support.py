@@ -29,7 +29,7 @@ from xcal.federation.setup import Federation
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.fl_dp import StaticNoise
-from xcal.methods.steps import gradient_release
+from xcal.methods.step_parts import gradient_release
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

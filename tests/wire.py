@@ -21,7 +21,7 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 KEYS = {**TINY, "method": "xcal"}
 

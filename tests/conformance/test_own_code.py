@@ -18,7 +18,7 @@ from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.ledgers_of import find_ledgers
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import prepare
 
 QUICK = {**TINY, "unit": "record", "rounds": 2, "road_images": 0, "road_test_images": 0}

@@ -29,7 +29,7 @@ from xcal.methods.agp_dp import AGP_DP, ChannelRule, cam_layer_of, released_impo
 from xcal.methods.context import Optimizer, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
-from xcal.methods.steps import dp_step
+from xcal.methods.step_parts import dp_step
 from xcal.methods.xcal import XcalRule, XcalState, xcal_step
 
 KEYS = {"epsilon": 8.0, "delta": 1e-3, "batch": 20, "rounds": 4}

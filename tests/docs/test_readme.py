@@ -46,7 +46,7 @@ def test_every_command_and_option_exists() -> None:
     import click
     from typer.main import get_command
 
-    from xcal.cli.main import app
+    from xcal.cli.app import app
 
     for line in OF_XCAL:
         words = shlex.split(line)[1:]

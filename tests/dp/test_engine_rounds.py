@@ -24,7 +24,7 @@ from xcal.dp.calibration import calibrate_fixed
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.dp.refusals import Refused
 from xcal.errors import UserError
-from xcal.federation import refusals
+from xcal.federation import request_refusals as refusals
 
 EPOCH = 5  # steps: 40 records, 8 at a time
 PATIENTS = [i // 2 for i in range(N)]

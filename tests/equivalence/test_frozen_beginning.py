@@ -19,9 +19,9 @@ from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
-from xcal.methods.steps import clipped_sum, forward_with_components
+from xcal.methods.step_parts import clipped_sum, forward_with_components
 from xcal.models.backbone import split_backbone
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 NETWORK = {"network": "resnet18", "pixels": 32}
 

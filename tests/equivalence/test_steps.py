@@ -25,7 +25,7 @@ from xcal.methods import xcal_paper as paper
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import Optimizer, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
-from xcal.methods.steps import clipped_sum, dp_step, release_gradient, sgd_step
+from xcal.methods.step_parts import clipped_sum, dp_step, release_gradient, sgd_step
 
 
 class Fixed(LocalData):

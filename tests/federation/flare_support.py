@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from xcal.federation.nvflare import process
-from xcal.federation.nvflare.local import init_local, parties_in
+from xcal.federation.nvflare.one_machine import init_local, parties_in
 from xcal.federation.nvflare.parties import Party
 
 LONG = [

@@ -25,7 +25,7 @@ from xcal.federation.messages import (
     encode_request,
     public_keys,
 )
-from xcal.federation.refusals import CODES
+from xcal.federation.request_refusals import CODES
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.registry import method_of
 

@@ -16,7 +16,7 @@ from xcal.federation.messages import (
     Reply,
     public_keys,
 )
-from xcal.federation.refusals import CODES
+from xcal.federation.request_refusals import CODES
 from xcal.methods.context import StepRecord
 
 EXPLAINED = {f.name: f for f in INVENTORY}

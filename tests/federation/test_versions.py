@@ -30,7 +30,7 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.federation.site_directory import SiteDirectory
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 HERE = edition_of(VERSION)
 

@@ -16,7 +16,7 @@ from xcal.dp.clipping.geometry import LARGEST_WEIGHT
 from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 from xcal.dp.noise import NoiseKey, SeededNoise, release_grid, release_tensors
 from xcal.methods.context import StepContext
-from xcal.methods.steps import clipped_sum, release_gradient
+from xcal.methods.step_parts import clipped_sum, release_gradient
 
 
 @pytest.fixture(autouse=True, scope="module")

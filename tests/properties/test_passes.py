@@ -20,7 +20,7 @@ from xcal.explain.gradcam import closed_form_maps, forward_with_features
 from xcal.explain.signal import SignalSettings, image_components
 from xcal.federation.messages import Reply
 from xcal.methods.passes import is_batch_invariant, is_cache_exact
-from xcal.methods.steps import clipped_sum
+from xcal.methods.step_parts import clipped_sum
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

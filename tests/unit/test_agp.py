@@ -24,7 +24,7 @@ from xcal.methods import agp as step_of_agp
 from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
 from xcal.methods.agp_dp import cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext
-from xcal.methods.steps import clipped_sum, release_gradient
+from xcal.methods.step_parts import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

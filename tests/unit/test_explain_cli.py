@@ -11,7 +11,7 @@ from PIL import Image
 
 import xcal
 from support import TINY
-from xcal.cli.main import main
+from xcal.cli.app import main
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 6, "validation_images": 0}
 

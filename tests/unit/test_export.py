@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import xcal
 from support import TINY, tiny
-from xcal.cli.main import main
+from xcal.cli.app import main
 from xcal.data.normalize import to_tensor
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0}

@@ -17,7 +17,7 @@ from PIL import Image
 import xcal
 from scans import dicom
 from support import ROOT, TESTS, TINY, tiny
-from xcal.cli.main import main
+from xcal.cli.app import main
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.inference import predict_logits

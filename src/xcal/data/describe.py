@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xcal.data.catalog import load
+from xcal.data.image_store import DatasetInfo, SplitCounts, count_split, read_info
 from xcal.data.images import RECORD_GROUPS, ImageData
-from xcal.data.store import DatasetInfo, SplitCounts, count_split, read_info
 
 
 @dataclass(frozen=True)

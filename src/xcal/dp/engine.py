@@ -35,9 +35,9 @@ from xcal.dp.checks import (
 from xcal.dp.ledger.ledger import Ledger, create
 from xcal.dp.ledger.reading import ledger_path
 from xcal.dp.ledger.rows import Head, Release, RunTerms, Terms
+from xcal.dp.ledger_in_memory import MemoryLedger
 from xcal.dp.loader import PrivateLoader
 from xcal.dp.mechanism import Mechanism
-from xcal.dp.memory import MemoryLedger
 from xcal.dp.noise import NoiseSource, SecureNoise, SeededNoise
 from xcal.dp.pld import epsilon_pld
 from xcal.dp.promise import Promise, promise_text

@@ -28,7 +28,7 @@ from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, plain_rule
 from xcal.federation.exchange import RoundReply, Weights
 from xcal.federation.files import write_bytes
-from xcal.federation.refusals import paid_so_far
+from xcal.federation.request_refusals import paid_so_far
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
 from xcal.methods.context import ReplayKey

@@ -20,7 +20,7 @@ from xcal.dp.mechanism import ChargedStep, Mechanism
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.methods.base import LocalMethod
 from xcal.methods.context import ReplayKey, StepContext, StepRecord, digest_tensors
-from xcal.methods.steps import sgd_step
+from xcal.methods.step_parts import sgd_step
 
 Update = dict[str, Tensor]  # float64: what one client changed
 

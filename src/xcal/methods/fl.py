@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xcal.config import Experiment
 from xcal.methods.base import PRIVATE_KEYS, LocalMethod
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import sgd_step
+from xcal.methods.step_parts import sgd_step
 
 
 @dataclass(frozen=True)
