@@ -1,4 +1,4 @@
-"""Requests as a server would send them to a site of `support.tiny_site`."""
+"""Requests as a server would send them to a site of `made_sites.tiny_site`."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, micro, tiny_bench
+from step_tools import tiny_bench
+from support import TINY, micro
 from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma
 from xcal.dp.calibration import Plan

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from support import charged, micro, tiny
+from step_tools import charged
+from support import micro, tiny
 from xcal.data.images import Images
 from xcal.dp.account import Account
 from xcal.dp.calibration import Plan

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import KEYS, a_request, ask, changed
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms, charges_of, read_rows, runs_of, verify

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import a_request, ask
 from xcal.dp.accounting import epsilon_at
 from xcal.dp.ledger.analysis import spending

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import KEYS, a_request, ask, changed
 from xcal.experiments import LOCAL_KEYS, experiment_type, make_experiment
 from xcal.federation import messages

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
-from support import charged, micro, tiny_bench
+from step_tools import charged, tiny_bench
+from support import micro
 from xcal.dp.clipping import PLAIN, Bound, ClippingEngine, Geometry
 from xcal.dp.clipping.geometry import LARGEST_WEIGHT
 from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support import tiny_bench, tiny_site
+from made_sites import tiny_site
+from step_tools import tiny_bench
 from wire import a_request, ask, real
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.reference import one_at_a_time

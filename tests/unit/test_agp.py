@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import xcal
-from support import TINY, charged, micro, tiny_bench
+from step_tools import charged, tiny_bench
+from support import TINY, micro
 from xcal.cli.show import epsilon_text, show_result
 from xcal.dp.calibration import PlanShape, plan_paper
 from xcal.dp.ledger.rows import read_rows

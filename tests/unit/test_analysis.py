@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import xcal
-from support import TINY, xcal_environment
+from commands import xcal_environment
+from support import TINY
 from xcal.cli.ledger_command import app
 from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma, step_cost
