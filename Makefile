@@ -36,8 +36,9 @@ wheel: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-# Two workers of one torch thread each: the tests are many and small.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+# Two workers of one torch thread each: the tests are many and small. A file stays with one of them,
+# so that what its tests share is trained once.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 static: install
 	@echo "== Format, lint, types, imports =="

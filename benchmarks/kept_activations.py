@@ -19,7 +19,7 @@ from xcal.dp.clipping import ClippingEngine
 from xcal.experiments import make_experiment
 from xcal.federation.folder import command, commit, versions
 from xcal.models.backbone import split_backbone
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 OUT = Path(__file__).parent / "results" / "kept-activations.md"
 IMAGES, REPETITIONS = 16, 3

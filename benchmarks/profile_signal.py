@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from xcal.experiments import make_experiment
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

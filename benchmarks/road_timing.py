@@ -19,7 +19,7 @@ from xcal.explain.road import (
     road,
     saliency_for_ranking,
 )
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from xcal.methods.client_data import LocalData
 from xcal.methods.context import trainable
 from xcal.metrics.classification import macro_f1
 from xcal.models.backbone import Split, split_backbone
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 RESULTS = Path(__file__).parent / "results" / "recipes"
 # What a setting is known by; the rest of a row is what came of it.

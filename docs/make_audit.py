@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xcal.audit.inversion import Inverted
-from xcal.audit.pictures import draw_inversion, load_inverted
+from xcal.audit.reconstructions import draw_inversion, load_inverted
 from xcal.audit.similarity import psnr
 
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from xcal.federation.inventory import markdown
-from xcal.federation.refusals import CODES
+from xcal.federation.request_refusals import CODES
 
 HERE = Path(__file__).parent
 TABLE = re.compile(r"\| code \| what it says \|\n(\|.*\n)*")

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from xcal.cli.app import main
 from xcal.cli.interrupts import interruptible
-from xcal.cli.main import main
 from xcal.cli.study import AGAIN, GridProgress, print_outcome, print_plan
 from xcal.errors import UserError
 

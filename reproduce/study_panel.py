@@ -16,8 +16,8 @@ from reproduce.analysis import series_of
 from reproduce.declared import declare
 from reproduce.store import Results, unpack
 from xcal.data import catalog
+from xcal.data.image_store import known_names
 from xcal.data.normalize import to_tensor
-from xcal.data.store import known_names
 from xcal.errors import UserError
 from xcal.explain.overlay import overlay, picture
 from xcal.federation.setup import DATA_SEED

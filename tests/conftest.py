@@ -1,14 +1,15 @@
-"""What tests of more than one room are given."""
+"""What tests of more than one file are given."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from xcal.cli.main import main
+from xcal.cli.app import main
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -31,3 +32,14 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def call(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """The same from a folder of the test's own; words may be paths."""
+
+    def command(*words: str | Path) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        return invoke(*map(str, words))
+
+    return command

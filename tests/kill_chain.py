@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from commands import ForkedXcal, warm_up, xcal_environment
 from left_behind import CLIENTS, Broken, Snapshot, compare, examine, need
-from support import ROOT, ForkedXcal, sets, warm_up, xcal_environment
+from support import ROOT, sets
 from xcal.cli.interrupts import INTERRUPTED
 from xcal.federation.folder import commit, versions
 

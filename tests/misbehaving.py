@@ -17,7 +17,7 @@ from xcal.methods.base import shape_of
 from xcal.methods.context import StepContext, StepRecord, trainable
 from xcal.methods.dp_fedavg import CentralNoise
 from xcal.methods.fl_dp import StaticNoise
-from xcal.methods.steps import clipped_sum, dp_step, gradient_release, release_gradient
+from xcal.methods.step_parts import clipped_sum, dp_step, gradient_release, release_gradient
 
 # --- methods --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Requests as a server would send them to a site of `support.tiny_site`."""
+"""Requests as a server would send them to a site of `made_sites.tiny_site`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 KEYS = {**TINY, "method": "xcal"}
 

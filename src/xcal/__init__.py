@@ -164,7 +164,7 @@ def run(
     durably; `statement.txt` in the folder says what holds for this run. Of objects of your own it
     names what is your word: who is one unit, and that the network treats every image by itself.
     """
-    from xcal.federation.given import run_given
+    from xcal.federation.given_objects import run_given
     from xcal.federation.loggers import check_logger
 
     if isinstance(logger, str):

@@ -22,7 +22,7 @@ def main() -> None:
 
 def _carry_out() -> None:
     try:
-        from xcal.cli.main import main as command
+        from xcal.cli.app import main as command
 
         command()
     except BaseException as error:

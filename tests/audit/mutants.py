@@ -28,7 +28,7 @@ import xcal.methods.adap_dpfl
 import xcal.methods.adaptive_clip
 import xcal.methods.client_data
 import xcal.methods.dp_fedavg
-import xcal.methods.steps
+import xcal.methods.step_parts
 import xcal.methods.xcal
 from xcal.dp.account import Account
 from xcal.dp.accounting import step_cost
@@ -276,7 +276,7 @@ def raw_count_steers(patch: Patch) -> None:
 
 def raw_norms_steer(patch: Patch) -> None:
     raw = _keeping(patch, "release_tensors")
-    real = xcal.methods.steps.release_gradient
+    real = xcal.methods.step_parts.release_gradient
 
     def mutated(context: Any, *args: Any, **options: Any) -> Any:
         real(context, *args, **options)
@@ -314,7 +314,7 @@ def empty_draw_silent(patch: Patch) -> None:
 
 
 def drawn_divisor(patch: Patch) -> None:
-    real_release = xcal.methods.steps.release_gradient
+    real_release = xcal.methods.step_parts.release_gradient
     drawn = [1]
 
     @instead(patch, ChargedStep, "draw")

@@ -20,8 +20,8 @@ from xcal.audit.canaries import (
     random_pictures,
     toss_coins,
 )
+from xcal.audit.canary_reading import mixture_ratio, quiet_blocks, reach
 from xcal.audit.membership import auc_of, halves, lira_scores, tpr_of
-from xcal.audit.reading import mixture_ratio, quiet_blocks, reach
 from xcal.audit.similarity import psnr, ssim
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.noise import NoiseKey, SeededNoise

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, FreeAccount
+from step_tools import FreeAccount
+from support import TINY
 from xcal.dp.calibration import PlanShape, plan_static
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.federation.aggregation import Mean, Median, TrimmedMean, server_round

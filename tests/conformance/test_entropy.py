@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, make_sites, tiny, tiny_site
+from made_sites import make_sites, tiny_site
+from support import TINY, tiny
 from wire import KEYS, a_request, ask, changed, real
 from xcal.dp import noise as noises
 from xcal.dp.ledger import ledger

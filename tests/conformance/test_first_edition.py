@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT, xcal_process
+from commands import xcal_forked
+from support import ROOT
 
 ARCHIVE = ROOT / "tests" / "fixtures" / "first_edition.tar.xz"
 MODELS = {  # as version 0.1.0 itself resumed them
@@ -32,36 +33,36 @@ def old(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("run", sorted(MODELS))
 def test_a_run_killed_in_mid_round_goes_on_to_the_same_model(old: Path, run: str) -> None:
-    done = xcal_process("run", "--resume", run, cwd=old)
+    done = xcal_forked("run", "--resume", run, cwd=old)
     assert done.returncode == 0, done.stdout + done.stderr
     model = (old / run / "model.safetensors").read_bytes()
     assert hashlib.sha256(model).hexdigest() == MODELS[run]
     for ledger in ["site-0", "site-1"] if run == "half-sites" else [run]:
-        done = xcal_process("ledger", "verify", ledger, cwd=old)
+        done = xcal_forked("ledger", "verify", ledger, cwd=old)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("words", [["ledger", "verify", "bare"], ["ledger", "show", "bare-sum"]])
 def test_ledgers_open(old: Path, words: list[str]) -> None:
-    done = xcal_process(*words, cwd=old)
+    done = xcal_forked(*words, cwd=old)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_finished_run_opens(old: Path) -> None:
     for words in (["run", "--resume", "done-xcal"], ["ledger", "verify", "done-xcal"]):
-        done = xcal_process(*words, cwd=old)
+        done = xcal_forked(*words, cwd=old)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_experiment_file_trains_the_same_model(old: Path) -> None:
-    done = xcal_process("run", "trial.toml", "--out", "again", cwd=old)
+    done = xcal_forked("run", "trial.toml", "--out", "again", cwd=old)
     assert done.returncode == 0, done.stdout + done.stderr
     was, now = (old / name / "model.safetensors" for name in ("done-xcal", "again"))
     assert was.read_bytes() == now.read_bytes()
 
 
 def test_a_bare_ledger_still_refuses_what_it_cannot_pay(old: Path) -> None:
-    done = xcal_process(
+    done = xcal_forked(
         *("run", "trial.toml", "--set", "clients=1", "--set", 'sites=["bare-sum"]'),
         *("--set", "epsilon=8.0", "--out", "too-much"),
         cwd=old,

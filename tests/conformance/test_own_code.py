@@ -11,14 +11,15 @@ import pytest
 
 import misbehaving
 import xcal
-from support import TINY, sets, xcal_process
+from commands import xcal_forked
+from support import TINY, sets
 from xcal.dp.batch_invariance import DependentNetwork
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.ledgers_of import find_ledgers
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import prepare
 
 QUICK = {**TINY, "unit": "record", "rounds": 2, "road_images": 0, "road_test_images": 0}
@@ -87,7 +88,7 @@ def test_an_honest_method_of_ones_own_trains_and_its_ledger_verifies(tmp_path: P
 
 def test_the_command_says_it_in_one_sentence(tmp_path: Path) -> None:
     words = sets(method="misbehaving:never_pays", unit="record")
-    ended = xcal_process("run", *words, "--out", str(tmp_path / "run"))
+    ended = xcal_forked("run", *words, "--out", str(tmp_path / "run"))
     assert ended.returncode == 2
     assert "charges where one is due" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, micro, tiny_bench
+from step_tools import tiny_bench
+from support import TINY, micro
 from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma
 from xcal.dp.calibration import Plan
@@ -29,7 +30,7 @@ from xcal.methods.agp_dp import AGP_DP, ChannelRule, cam_layer_of, released_impo
 from xcal.methods.context import Optimizer, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
-from xcal.methods.steps import dp_step
+from xcal.methods.step_parts import dp_step
 from xcal.methods.xcal import XcalRule, XcalState, xcal_step
 
 KEYS = {"epsilon": 8.0, "delta": 1e-3, "batch": 20, "rounds": 4}

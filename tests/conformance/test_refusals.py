@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from support import TINY, make_sites
+from made_sites import make_sites
+from support import TINY
 from xcal.dp.account import Account
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger.rows import Row, charges_of, read_rows

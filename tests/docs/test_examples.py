@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import xcal
-from support import ROOT, xcal_process
+from commands import xcal_forked
+from support import ROOT
 from xcal.config import read_toml
 from xcal.experiments import load_experiment
 from xcal.federation.outcome import unused_keys
@@ -65,7 +66,7 @@ def test_the_readme_shows_a_plan_that_the_command_prints() -> None:
     text = (ROOT / "README.md").read_text()
     match = re.search(r"^xcal (plan .*)$", text, re.MULTILINE)
     assert match is not None
-    done = xcal_process(*match.group(1).split())
+    done = xcal_forked(*match.group(1).split())
     assert done.returncode == 0, done.stderr
     for name in ("sigma_static", "sigma_ref", "signal_price"):
         shown = re.search(rf"{name}\s*│\s*([0-9.]+)", done.stdout)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT, xcal_process
+from commands import xcal_forked
+from support import ROOT
 
 PAGE = (ROOT / "docs" / "library.md").read_text()
 
@@ -29,7 +30,7 @@ def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "differentially private for all records" in " ".join(done.stdout.split())
     for folder in ("ward-7", "ward-8"):
-        verified = xcal_process("ledger", "verify", str(tmp_path / folder))
+        verified = xcal_forked("ledger", "verify", str(tmp_path / folder))
         assert verified.returncode == 0, verified.stdout + verified.stderr
 
 

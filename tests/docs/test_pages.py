@@ -42,7 +42,7 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
     import click
     from typer.main import get_command
 
-    from xcal.cli.main import app
+    from xcal.cli.app import app
 
     for line in commands(page.read_text()):
         words = shlex.split(line)[1:]

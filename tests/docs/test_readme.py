@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from support import ROOT, xcal_process
+from commands import xcal_forked
+from support import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -46,7 +47,7 @@ def test_every_command_and_option_exists() -> None:
     import click
     from typer.main import get_command
 
-    from xcal.cli.main import app
+    from xcal.cli.app import app
 
     for line in OF_XCAL:
         words = shlex.split(line)[1:]
@@ -76,7 +77,7 @@ def test_the_script_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "(3, 0.001)-differentially private" in " ".join(done.stdout.split())
-    assert xcal_process("ledger", "verify", str(tmp_path / "ward-7")).returncode == 0
+    assert xcal_forked("ledger", "verify", str(tmp_path / "ward-7")).returncode == 0
 
 
 @pytest.mark.slow

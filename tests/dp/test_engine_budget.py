@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import xcal
 import xcal.dp.engine
+from commands import xcal_forked
 from private_loop import N, data, network, private, train
-from support import ROOT, xcal_process
+from support import ROOT
 from xcal.dp.engine import Private
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.dp.refusals import Refused
@@ -101,13 +102,13 @@ def test_a_ledger_outlives_the_training_and_refuses_the_next(tmp_path: Path) -> 
         with pytest.raises(UserError):
             private(xcal.PrivacyEngine(ledger=path), **keys)
     assert (path / "ledger.sqlite").read_bytes() == before
-    done = xcal_process("ledger", "verify", str(path))
+    done = xcal_forked("ledger", "verify", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_ledger_that_was_made_for_more_takes_several_trainings(tmp_path: Path) -> None:
     path = tmp_path / "ward-7"
-    done = xcal_process(
+    done = xcal_forked(
         *f"ledger create {path} --population ward-7 --unit record --epsilon 8 --delta 3e-3".split()
     )
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,13 @@ import xcal
 import xcal.dp.fix
 import xcal.dp.ledger.reading
 import xcal.federation.own_loop
+from commands import xcal_environment, xcal_forked
 from private_loop import N, data, network, private, train
-from support import xcal_environment, xcal_process
 from xcal.dp.calibration import calibrate_fixed
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.dp.refusals import Refused
 from xcal.errors import UserError
-from xcal.federation import refusals
+from xcal.federation import request_refusals as refusals
 
 EPOCH = 5  # steps: 40 records, 8 at a time
 PATIENTS = [i // 2 for i in range(N)]
@@ -75,7 +75,7 @@ def test_rounds_are_one_run_that_ends_with_its_plan(tmp_path: Path) -> None:
     spent = xcal.Ledger(path).spent()
     assert (spent.epsilon, spent.epsilon_limit, spent.steps) == (5.0, 5.0, 15)
     assert verify(path / "ledger.sqlite").ok
-    assert xcal_process("ledger", "verify", str(path)).returncode == 0
+    assert xcal_forked("ledger", "verify", str(path)).returncode == 0
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])
@@ -101,24 +101,23 @@ def test_one_round_that_takes_all_leaves_nothing(tmp_path: Path) -> None:
     assert verify(tmp_path / "ledger.sqlite").ok
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-import xcal
-from private_loop import private, train
-engine = xcal.PrivacyEngine(ledger={path!r})
-made = private(engine, epochs=1, rounds=3, run="study")
-train(made, most=3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def killed_in_a_round(path: Path) -> int:
+    """A process that takes three steps of a round and is killed; its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            made = private(xcal.PrivacyEngine(ledger=path), epochs=1, rounds=3, run="study")
+            train(made, most=3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_killed_round_stays_paid_for_in_the_next_process(tmp_path: Path) -> None:
     path = tmp_path / "ward-7"
-    code = KILLED.format(tests=str(Path(__file__).parents[1]), path=str(path))
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code], env=xcal_environment())
-        assert done.returncode == -signal.SIGKILL
+        assert killed_in_a_round(path) == -signal.SIGKILL
     assert run_of(path).charges == 6
     made = [one_round(path)[0]]
     with pytest.warns(UserWarning, match="budget is spent"):

@@ -19,9 +19,9 @@ from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
-from xcal.methods.steps import clipped_sum, forward_with_components
+from xcal.methods.step_parts import clipped_sum, forward_with_components
 from xcal.models.backbone import split_backbone
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 NETWORK = {"network": "resnet18", "pixels": 32}
 
@@ -189,10 +189,11 @@ def test_too_little_memory_falls_back_to_the_whole_network() -> None:
 
 def test_a_run_with_and_without_kept_activations_ends_alike(tmp_path: Path) -> None:
     keys = {**TINY, **NETWORK, "train": "last:1", "method": "xcal", "rounds": 1, "lr": 0.1}
+    keys |= {"road_images": 0, "road_test_images": 0}
     models = []
     for megabytes in (0, 64):
         out = tmp_path / str(megabytes)
-        xcal.run(out, **keys, feature_cache_mb=megabytes, road_images=0, road_test_images=0)
+        xcal.run(out, **keys, feature_cache_mb=megabytes)
         found = read_tensors(out / "model.safetensors")
         assert found is not None
         models.append(found[0])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.errors import UserError
 from xcal.experiments import make_experiment

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from support import charged, micro, tiny
+from step_tools import charged
+from support import micro, tiny
 from xcal.data.images import Images
 from xcal.dp.account import Account
 from xcal.dp.calibration import Plan
@@ -25,7 +26,7 @@ from xcal.methods import xcal_paper as paper
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import Optimizer, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
-from xcal.methods.steps import clipped_sum, dp_step, release_gradient, sgd_step
+from xcal.methods.step_parts import clipped_sum, dp_step, release_gradient, sgd_step
 
 
 class Fixed(LocalData):

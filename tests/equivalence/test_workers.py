@@ -22,7 +22,7 @@ from xcal.experiments import make_experiment
 from xcal.federation import local, rounds
 from xcal.federation.coordinator import Diverged
 from xcal.federation.memory import RunMemory
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.federation.workers import Leg, share_out, worker_count
 
 QUICK: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0, "validation_images": 9}

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from support import ForkedXcal, die_at, sets, warm_up
+from commands import ForkedXcal, die_at, warm_up
+from support import sets
 from xcal.dp.ledger.ledger import Ledger, create
 from xcal.dp.ledger.rows import Terms, read_rows, verify
 from xcal.federation.folder import RunFolder

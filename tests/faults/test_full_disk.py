@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from commands import ForkedXcal, warm_up
 from kill_chain import KEYS, Snapshot, compare, examine
-from support import ForkedXcal, sets, warm_up
+from support import sets
 
 LONG = os.environ.get("XCAL_FAULTS") == "long"
 RUN = {**KEYS, "rounds": 1}

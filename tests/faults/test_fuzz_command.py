@@ -14,7 +14,7 @@ import typer.main
 
 from fuzzing import damaged, rounds, within
 from support import TINY
-from xcal.cli.main import app, main
+from xcal.cli.app import app, main
 from xcal.config import to_toml
 from xcal.experiments import KEYS
 

@@ -285,7 +285,8 @@ def test_ledgers_that_hold_together_and_say_nonsense(ledger: Path) -> None:
 def test_damaged_files_of_a_run(tmp_path: Path) -> None:
     """Resuming from them is refused in a sentence, or gives the run that it would have been."""
     import xcal
-    from support import ForkedXcal, die_at, sets
+    from commands import ForkedXcal, die_at
+    from support import sets
     from xcal.federation.folder import RunFolder
 
     keys = {"method": "fl-dp", "rounds": 2, "clients": 2, "road_images": 0, "road_test_images": 0}

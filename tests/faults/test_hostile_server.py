@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from fuzzing import damaged, rounds, within
-from support import ROOT, tiny_site
+from made_sites import tiny_site
+from support import ROOT
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.federation.answer import answer

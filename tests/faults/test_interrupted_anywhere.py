@@ -18,9 +18,10 @@ import pytest
 import torch
 
 import xcal
+from commands import ForkedXcal, warm_up, xcal_environment
 from kill_chain import KEYS
 from left_behind import Snapshot, compare, examine
-from support import ForkedXcal, sets, warm_up, xcal_environment
+from support import sets
 from xcal.dp.ledger.ledger import Ledger, create
 from xcal.dp.ledger.ledger import __file__ as ledger_file
 from xcal.dp.ledger.rows import Charge, Release, RunTerms, Terms, read_rows

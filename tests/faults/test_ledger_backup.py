@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xcal.cli.main import main as entry_point
+from xcal.cli.app import main as entry_point
 from xcal.dp.ledger import ledger as ledgers
 from xcal.dp.ledger.backup import back_up
 from xcal.dp.ledger.ledger import Ledger

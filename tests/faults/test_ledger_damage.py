@@ -350,7 +350,7 @@ def xcal(*arguments: object):
         warnings.simplefilter("ignore", DeprecationWarning)  # typer's import of click's names
         from typer.testing import CliRunner
 
-        from xcal.cli.main import app
+        from xcal.cli.app import app
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, sets, xcal_environment
+from commands import xcal_environment
+from support import TINY, sets
 from xcal.dp.account import Account
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError

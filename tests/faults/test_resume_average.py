@@ -104,8 +104,9 @@ def test_the_average_is_that_of_the_last_steps() -> None:
 def test_the_answer_is_the_average(tmp_path: Path) -> None:
     """A share of one step in all is that step's weights, as without averaging."""
     keys = {**TINY, "method": "fl-dp", "rounds": 1, "clients": 1, "batch": 150, "road_images": 0}
+    keys["road_test_images"] = 0
     models = []
     for name, share in (("last", 0.0), ("one", 1.0)):
-        xcal.run(tmp_path / name, **keys, average_steps=share, road_test_images=0)
+        xcal.run(tmp_path / name, **keys, average_steps=share)
         models.append(model_of(tmp_path / name))
     assert all(torch.equal(models[0][k], models[1][k]) for k in models[0])

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.errors import UserError

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, ForkedXcal, Micro, sets, warm_up
+from commands import ForkedXcal, warm_up
+from support import TINY, Micro, sets
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
 from xcal.federation import local

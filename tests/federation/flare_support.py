@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from federation.real_processes import free_port
 from xcal.federation.nvflare import process
-from xcal.federation.nvflare.local import init_local, parties_in
+from xcal.federation.nvflare.one_machine import init_local, parties_in
 from xcal.federation.nvflare.parties import Party
 
 LONG = [
@@ -69,12 +70,6 @@ try:
 except UserError as error:
     print("refused", error)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience: float = 120.0) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import KEYS, a_request, ask, changed
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms, charges_of, read_rows, runs_of, verify
@@ -25,7 +25,7 @@ from xcal.federation.messages import (
     encode_request,
     public_keys,
 )
-from xcal.federation.refusals import CODES
+from xcal.federation.request_refusals import CODES
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.registry import method_of
 

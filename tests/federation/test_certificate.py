@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import a_request, ask
 from xcal.dp.accounting import epsilon_at
 from xcal.dp.ledger.analysis import spending
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.federation.certificate import KEY, read_certificate
 from xcal.federation.messages import Reply
-from xcal.federation.nvflare.runs import round_line
+from xcal.federation.nvflare.lead_runs import round_line
 from xcal.federation.site_directory import SiteDirectory
 
 Invoke = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.errors import UserError

@@ -16,8 +16,8 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 
 from xcal.errors import UserError
-from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.executor import MESSAGE
+from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
 
 
 class Tasks:

@@ -15,7 +15,8 @@ pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from cryptography import x509
 
-from federation.flare_support import LONG, SITES, free_port, running, wait_for
+from federation.flare_support import LONG, SITES, running, wait_for
+from federation.real_processes import free_port
 from xcal.errors import UserError
 from xcal.federation.nvflare import members, process, provision
 from xcal.federation.nvflare.check import check_party
@@ -109,6 +110,7 @@ def test_a_second_key_for_a_member_is_refused(typed: Typed, tmp_path: Path) -> N
     assert typed.coordinator.members().current("one") == process.own_key(party)
 
 
+@pytest.mark.slow
 def test_the_old_key_signs_its_renewal(typed: Typed, tmp_path: Path) -> None:
     party = typed.member("one", tmp_path / "one")
     old = process.own_key(party)
@@ -122,6 +124,7 @@ def test_the_old_key_signs_its_renewal(typed: Typed, tmp_path: Path) -> None:
     assert typed.coordinator.members().revoked == frozenset()  # it served until `accept`
 
 
+@pytest.mark.slow
 def test_a_renewal_signed_by_another_member_is_refused(typed: Typed, tmp_path: Path) -> None:
     typed.member("one", tmp_path / "one")
     two = typed.member("two", tmp_path / "two")
@@ -142,6 +145,7 @@ def test_a_renewal_signed_by_another_member_is_refused(typed: Typed, tmp_path: P
     assert "present key" in said
 
 
+@pytest.mark.slow
 def test_a_lost_key_is_replaced_by_an_override_that_all_are_told(
     typed: Typed, tmp_path: Path
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_lost_key_is_replaced_by_an_override_that_all_are_told(
     assert "revoked" in said
 
 
+@pytest.mark.slow
 def test_requests_for_another_federation_are_refused(typed: Typed, tmp_path: Path) -> None:
     other = make(tmp_path / "other")  # of the same name, with the same sites
     party = provision.join(other.invitation("site", "one"), tmp_path / "one")

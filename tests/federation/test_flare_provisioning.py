@@ -18,8 +18,8 @@ pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from federation.flare_support import free_port
-from support import tiny_site
+from federation.real_processes import free_port
+from made_sites import tiny_site
 from xcal.config import to_toml
 from xcal.errors import UserError
 from xcal.federation.nvflare import provision

@@ -20,7 +20,10 @@ import pytest
 import torch
 
 import xcal
-from support import ROOT, TINY, sets, tiny_site, xcal_environment, xcal_process
+from commands import xcal_environment, xcal_process
+from federation.real_processes import end_flower, free_port
+from made_sites import tiny_site
+from support import ROOT, TINY, sets
 from xcal.config import to_toml
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.experiments import make_experiment
@@ -131,12 +134,6 @@ def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
         (run,) = runs_of(rows)
         steps = [(c.round, c.step) for c in charges_of(rows, run)]
         assert len(steps) == len(set(steps))  # each paid for once
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def binary(name: str) -> str:
@@ -277,20 +274,7 @@ class Deployment:
         return self.start("admin", "flwr", "run", str(app), "silo", "--stream", "-c", given)
 
     def close(self) -> None:
-        for process in self.processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            process.wait()
-        # Flower starts some of its own in sessions of theirs: they carry our folder in FLWR_HOME.
-        mark = f"FLWR_HOME={self.folder}".encode()
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes():
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
-            except OSError:
-                continue  # not ours, or gone already
+        end_flower(self.processes, self.folder)
 
 
 @pytest.fixture

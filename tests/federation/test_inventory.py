@@ -6,7 +6,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from support import ROOT, TINY, tiny_site
+from made_sites import tiny_site
+from support import ROOT, TINY
 from wire import a_request, ask, changed
 from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, make_experiment
 from xcal.federation.exchange import ClientReport, RoundReply
@@ -16,7 +17,7 @@ from xcal.federation.messages import (
     Reply,
     public_keys,
 )
-from xcal.federation.refusals import CODES
+from xcal.federation.request_refusals import CODES
 from xcal.methods.context import StepRecord
 
 EXPLAINED = {f.name: f for f in INVENTORY}

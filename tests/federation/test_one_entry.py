@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from support import ROOT, TINY, tiny_site
+from made_sites import tiny_site
+from support import ROOT, TINY
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.experiments import make_experiment

@@ -21,7 +21,9 @@ import pytest
 import torch
 
 import xcal
-from support import ROOT, xcal_environment, xcal_process
+from commands import xcal_environment, xcal_forked
+from federation.real_processes import end_flower, free_port
+from support import ROOT
 
 EXAMPLES = ROOT / "examples"
 ENVIRONMENT = {
@@ -65,7 +67,7 @@ def assert_spent_once(site: Path, steps: int = STEPS, run: str = "study-1") -> N
     assert (spent.epsilon, spent.epsilon_limit, spent.delta_limit) == (3.0, 8.0, 1e-3)
     assert spent.delta <= 1e-3
     assert xcal.Ledger(site).verify().ok
-    done = xcal_process("ledger", "verify", str(site))
+    done = xcal_forked("ledger", "verify", str(site))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -156,26 +158,7 @@ class Flower:
         return "\n".join(p.read_text()[-3000:] for p in self.folder.glob("*.log"))
 
     def close(self) -> None:
-        for process in self.processes:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            process.wait()
-        # Flower starts some of its own in sessions of theirs: they carry our folder in FLWR_HOME.
-        mark = f"FLWR_HOME={self.folder}".encode()
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes():
-                    os.kill(int(entry.parent.name), signal.SIGKILL)
-            except OSError:
-                continue  # not ours, or gone already
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        end_flower(self.processes, self.folder)
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import support
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import a_request, ask, real
 from xcal.config import to_toml
 from xcal.dp.ledger.ledger import Ledger

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import a_request, ask, changed
 from xcal.dp.ledger.rows import head_path, read_rows
 from xcal.federation import answer as entry

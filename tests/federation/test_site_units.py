@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import a_request, ask
 from xcal.config import to_toml
 from xcal.dp.ledger.rows import charges_of, read_rows

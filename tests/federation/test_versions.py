@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import KEYS, a_request, ask, changed
 from xcal.experiments import LOCAL_KEYS, experiment_type, make_experiment
 from xcal.federation import messages
@@ -30,7 +31,7 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.federation.site_directory import SiteDirectory
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 HERE = edition_of(VERSION)
 

@@ -22,7 +22,7 @@ from xcal.federation.local import make_clients
 from xcal.federation.setup import prepare
 from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS as CLIENT_METHODS
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 # Values that a person, a script or a mischief-maker may give; a few of them fit many keys.
 WHOLE = (-1, 0, 1, 2, 3, 7, 10, 32, 151, 10**4, 10**7, 10**12, 2**63, 2**64)

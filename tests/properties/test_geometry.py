@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from random_networks import CLASSES, networks
-from support import charged, micro, tiny_bench
+from step_tools import charged, tiny_bench
+from support import micro
 from xcal.dp.clipping import PLAIN, Bound, ClippingEngine, Geometry
 from xcal.dp.clipping.geometry import LARGEST_WEIGHT
 from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 from xcal.dp.noise import NoiseKey, SeededNoise, release_grid, release_tensors
 from xcal.methods.context import StepContext
-from xcal.methods.steps import clipped_sum, release_gradient
+from xcal.methods.step_parts import clipped_sum, release_gradient
 
 
 @pytest.fixture(autouse=True, scope="module")

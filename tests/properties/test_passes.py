@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support import tiny_bench, tiny_site
+from made_sites import tiny_site
+from step_tools import tiny_bench
 from wire import a_request, ask, real
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.reference import one_at_a_time
@@ -20,7 +21,7 @@ from xcal.explain.gradcam import closed_form_maps, forward_with_features
 from xcal.explain.signal import SignalSettings, image_components
 from xcal.federation.messages import Reply
 from xcal.methods.passes import is_batch_invariant, is_cache_exact
-from xcal.methods.steps import clipped_sum
+from xcal.methods.step_parts import clipped_sum
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

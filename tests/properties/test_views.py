@@ -16,7 +16,7 @@ from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.errors import UserError
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import Optimizer, StepContext
-from xcal.methods.steps import clipped_sum, sgd_step
+from xcal.methods.step_parts import clipped_sum, sgd_step
 
 IMAGES = tiny(train=30).train
 

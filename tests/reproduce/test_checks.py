@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from commands import reproduce_process
 from made_up import made_up_cell
 from reproduce.__main__ import app
 from reproduce.declared import declare
 from reproduce.report import gather
 from reproduce.store import Results, TestSet, merge
-from support import reproduce_process
 from xcal.errors import UserError
 from xcal.studies.store import pack
 

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from commands import reproduce_process, xcal_environment
 from made_up import made_up_cell
 from reproduce.__main__ import app
 from reproduce.declared import Choice, declare
 from reproduce.store import CellResult, Results, TestSet, merge, table_text
-from support import TINY, reproduce_process, xcal_environment
+from support import TINY
 from xcal.errors import UserError
 from xcal.federation.constants import with_constants
 from xcal.federation.setup import prepare

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support import TINY, xcal_process
+from commands import xcal_forked, xcal_process
+from support import TINY
 from xcal.errors import UserError
 from xcal.methods.registry import get_method
 from xcal.studies.grid import own_grid, read_axis
@@ -94,7 +95,7 @@ def test_bad_axes_are_refused_before_anything_runs(
 
 
 def test_a_declared_study_is_named_with_its_command(tmp_path: Path) -> None:
-    done = xcal_process("study", "privacy-utility", cwd=tmp_path)
+    done = xcal_forked("study", "privacy-utility", cwd=tmp_path)
     assert done.returncode == 2 and "python -m reproduce study" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import xcal
-from support import TINY, make_sites
+from made_sites import make_sites
+from support import TINY
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.aggregation import Mean, Median, ServerRule, TrimmedMean, server_round

@@ -13,7 +13,8 @@ from rich.console import Console
 from torch import nn
 
 import xcal
-from support import TINY, charged, micro, tiny_bench
+from step_tools import charged, tiny_bench
+from support import TINY, micro
 from xcal.cli.show import epsilon_text, show_result
 from xcal.dp.calibration import PlanShape, plan_paper
 from xcal.dp.ledger.rows import read_rows
@@ -24,7 +25,7 @@ from xcal.methods import agp as step_of_agp
 from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
 from xcal.methods.agp_dp import cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext
-from xcal.methods.steps import clipped_sum, release_gradient
+from xcal.methods.step_parts import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import xcal
-from support import TINY, xcal_environment
-from xcal.cli.ledger import app
+from commands import xcal_environment
+from support import TINY
+from xcal.cli.ledger_command import app
 from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma, step_cost
 from xcal.dp.calibration import PlanShape, plan_static
@@ -154,7 +155,7 @@ def test_an_auditor_needs_no_torch(half_spent: Path) -> None:
         "        if name.split('.')[0] == 'torch':\n"
         "            raise ImportError('torch is not here')\n"
         "sys.meta_path.insert(0, NoTorch())\n"
-        "from xcal.cli.main import main\n"
+        "from xcal.cli.app import main\n"
         f"sys.argv = ['xcal', 'ledger', 'analyse', {str(half_spent)!r}, '--no-pld']\n"
         "main()"
     )

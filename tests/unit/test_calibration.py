@@ -16,7 +16,6 @@ from xcal.dp.calibration import (
     plan_paper,
     plan_static,
     plan_xcal,
-    signal_factor,
 )
 from xcal.dp.filter import RenyiFilter
 from xcal.errors import UserError
@@ -123,7 +122,6 @@ def test_our_signal_costs_what_kappa_says():
     assert ours.signal_price == pytest.approx(math.sqrt(1.04) - 1)
     assert ours.sigma_signal == pytest.approx(5 * 0.5 * ours.sigma_ref)
     assert ours.sigma_min < ours.sigma_ref < ours.sigma_max
-    assert signal_factor(5.0) == pytest.approx(math.sqrt(1.04))
     without = plan_xcal(shape(), kappa=5.0, w=0.5, signal=False)
     assert (without.sigma_signal, without.sigma_ref) == (None, static.sigma_ref)
 

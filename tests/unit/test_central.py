@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xcal
-from support import TINY, FreeAccount
+from step_tools import FreeAccount
+from support import TINY
 from xcal.dp.account import Account
 from xcal.dp.calibration import PlanShape, plan_static
 from xcal.dp.ledger import ledger as ledgers

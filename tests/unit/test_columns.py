@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from xcal.cli.main import app
+from xcal.cli.app import app
 from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
@@ -22,8 +22,8 @@ from xcal.federation.local import run_experiment
 from xcal.federation.setup import prepare
 from xcal.models.backbone import split_backbone
 from xcal.models.efficientnet import efficientnet_b0
+from xcal.models.model_registry import build_network
 from xcal.models.probe import CONSTANTS, Columns, constants_of
-from xcal.models.registry import build_network
 from xcal.models.weights import load_published
 
 READS = "stages:4-6"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 from PIL import Image
 
@@ -14,9 +12,8 @@ from xcal.data.importing import import_dataset
 def test_smear_is_described_with_its_patients():
     shown = show_dataset("smear", pixels=16, seed=0, train=60, validation=12, test=12)
     assert "The 60 training images come from 10 patients, up to 6 from one" in shown.to_text()
-    plain = json.loads(json.dumps(shown.to_json()))
-    assert plain["splits"]["train"]["per_class"] == [15, 15, 15, 15]
-    assert plain["group"] == "patient"
+    assert list(shown.splits["train"].per_class) == [15, 15, 15, 15]
+    assert shown.data.group_name == "patient"
 
 
 def test_an_imported_set_tells_where_it_came_from(tmp_path, monkeypatch):
@@ -33,5 +30,7 @@ def test_an_imported_set_tells_where_it_came_from(tmp_path, monkeypatch):
     assert "12×9 (40)" in text
     assert "1 files could not be used" in text
     assert "not known to belong together" in text
-    assert shown.to_json()["skipped"] == {"ill/empty.png": "is empty (0 bytes)"}
+    assert shown.info is not None and dict(shown.info.skipped) == {
+        "ill/empty.png": "is empty (0 bytes)"
+    }
     assert [len(line) for line in text.splitlines() if line.startswith(("ill", "well"))] == [48, 48]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from PIL import Image
 
 import xcal
 from support import TINY
-from xcal.cli.main import main
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 6, "validation_images": 0}
 
@@ -21,24 +19,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "fl"
     xcal.run(out, method="fl", **QUICK)
     return out
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> object:
-    """The command in this process: its exit code, what it printed, what it complained of."""
-
-    def command(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcal", *map(str, words)])
-        monkeypatch.setenv("COLUMNS", "120")
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return command
 
 
 def test_evaluate_prints_one_json_object(call, run: Path) -> None:

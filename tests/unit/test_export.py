@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import xcal
 from support import TINY, tiny
-from xcal.cli.main import main
 from xcal.data.normalize import to_tensor
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0}
@@ -25,21 +24,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("export") / "fl"
     xcal.run(out, method="fl-dp", **{**QUICK, "network": "small", "pixels": 32})
     return out
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> object:
-    def command(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcal", *map(str, words)])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return command
 
 
 def check_about(about: dict, trained) -> None:

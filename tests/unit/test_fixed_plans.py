@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import xcal
 from reproduce.scales import SCALES, make_cell
 from support import TINY
-from xcal.cli.ledger import app
-from xcal.cli.main import app as whole_app
+from xcal.cli.app import app as whole_app
+from xcal.cli.ledger_command import app
 from xcal.config import RENAMED
 from xcal.dp.account import Account, NotAsPlanned
 from xcal.dp.accounting import budget_at, step_cost

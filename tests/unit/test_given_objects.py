@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import xcal
 from support import TINY, micro, tiny
-from xcal.cli.main import main
-from xcal.data.given import image_data
+from xcal.cli.app import main
+from xcal.data.given_data import image_data
 from xcal.errors import UserError
 
 KEYS = {k: v for k, v in TINY.items() if k not in ("data", "network", "pixels", "unit")}
@@ -241,7 +241,7 @@ class Forgetful(nn.Module):
 
 
 def test_a_class_is_made_by_the_seed_and_leaves_the_generator_alone(tmp_path: Path) -> None:
-    from xcal.models.given import builder_of
+    from xcal.models.given_network import builder_of
 
     build, state = builder_of(Forgetful), torch.get_rng_state()
     one, two, other = build(3, seed=1), build(3, seed=1), build(3, seed=2)

@@ -10,8 +10,8 @@ import pytest
 
 from scans import RAMP, dicom
 from xcal.data.catalog import load
-from xcal.data.files import BadFile
 from xcal.data.importing import BadFilesError, import_dataset
+from xcal.data.source_files import BadFile
 from xcal.errors import UserError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xcal.data import store
+from xcal.data import image_store as store
 from xcal.data.catalog import load
 from xcal.data.folders import blood_cell_pictures
 from xcal.data.importing import import_dataset

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from xcal.data.catalog import load
+from xcal.data.image_store import DatasetInfo
 from xcal.data.importing import import_dataset
-from xcal.data.store import DatasetInfo
 
 pytestmark = [
     pytest.mark.data,

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xcal.data import store
+from xcal.data import image_store as store
 from xcal.data.catalog import load
+from xcal.data.image_store import list_datasets, read_info
 from xcal.data.importing import BadFilesError, import_dataset
-from xcal.data.store import list_datasets, read_info
 from xcal.errors import UserError
 
 
@@ -166,7 +166,7 @@ def test_links_twins_and_encryption_in_a_zip_are_refused(tmp_path):
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr("xcal.data.files.LARGEST_FILE", 100_000)
+    monkeypatch.setattr("xcal.data.source_files.LARGEST_FILE", 100_000)
     path = tmp_path / "bomb.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for i in range(10):

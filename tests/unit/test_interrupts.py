@@ -10,7 +10,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from xcal.cli import main as command
+from xcal.cli import app as command
 from xcal.cli.interrupts import interrupted, interruptible, noting, stop_if_interrupted
 from xcal.errors import UserError
 

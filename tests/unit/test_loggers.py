@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import xcal
-from support import TINY, sets, xcal_process
+from commands import xcal_forked
+from support import TINY, sets
 from xcal.errors import UserError
 from xcal.experiments import LOCAL_KEYS, make_experiment
 from xcal.federation.events import MEASURED, RELEASED
@@ -87,7 +88,7 @@ def test_tensorboard_by_the_key_and_as_the_run_is_resumed(tmp_path: Path) -> Non
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    done = xcal_process("run", *sets(**QUICK, log="tensorboard"), "--out", str(out))
+    done = xcal_forked("run", *sets(**QUICK, log="tensorboard"), "--out", str(out))
     assert done.returncode == 0, done.stderr
     found = EventAccumulator(str(out / "tensorboard"))
     found.Reload()
@@ -159,7 +160,7 @@ def test_without_the_package_the_extra_is_named(
 
 
 def test_a_logger_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    done = xcal_process("run", *sets(**QUICK, log="tensorbord"), "--out", str(tmp_path / "run"))
+    done = xcal_forked("run", *sets(**QUICK, log="tensorbord"), "--out", str(tmp_path / "run"))
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     with pytest.raises(UserError, match="Did you mean 'wandb'"):
         xcal.run(tmp_path / "run", logger="wandbb", **QUICK)

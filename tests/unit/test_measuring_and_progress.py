@@ -41,6 +41,7 @@ def test_a_sample_by_default_and_all_by_choice(tmp_path: Path) -> None:
 
 def test_results_carry_how_many_images_and_the_interval(tmp_path: Path) -> None:
     keys: dict[str, Any] = {**TINY, "method": "fl", "rounds": 1, "road_images": 0}
+    del keys["road_test_images"]
     seen = Watch()
     few = xcal.run(tmp_path / "few", progress=seen, **keys, road_test_images=12)
     assert few["road_images"] == few["explanations"]["road"]["images"] == 12

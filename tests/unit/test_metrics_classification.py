@@ -20,7 +20,7 @@ from xcal.metrics.classification import (
     sensitivity,
     specificity,
 )
-from xcal.metrics.registry import classification_metrics
+from xcal.metrics.metric_registry import classification_metrics
 
 
 def test_confusion_matrix_has_truth_in_rows() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from xcal.errors import UserError
 from xcal.explain.overlay import (
@@ -16,7 +14,6 @@ from xcal.explain.overlay import (
     colors,
     overlay,
     picture,
-    save_overlay,
     scaled_map,
 )
 
@@ -62,13 +59,3 @@ def test_color_bar_has_both_directions() -> None:
     lying, upright = np.asarray(color_bar(50, 4)), np.asarray(color_bar(4, 50))
     assert np.array_equal(lying[0, 0], upright[-1, 0])
     assert np.array_equal(lying[0, -1], upright[0, 0])
-
-
-def test_saving(tmp_path: Path) -> None:
-    image, saliency = torch.rand(3, 8, 8), torch.rand(2, 2)
-    save_overlay(tmp_path / "map.png", image, saliency, side=64)
-    with Image.open(tmp_path / "map.png") as stored:
-        assert stored.size == (64, 64)
-        assert stored.info == {}
-    with pytest.raises(UserError, match="was not saved"):
-        save_overlay(tmp_path / "nowhere" / "map.png", image, saliency)

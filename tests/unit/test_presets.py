@@ -83,9 +83,8 @@ def test_a_pinned_run_keeps_a_key_that_was_unset_on_purpose(tmp_path: Path) -> N
 
 
 def test_a_run_names_its_preset(tmp_path: Path) -> None:
-    xcal.run(
-        tmp_path / "run", **{**TINY, "rounds": 1}, preset="paper", road_images=0, road_test_images=0
-    )
+    keys = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0}
+    xcal.run(tmp_path / "run", **keys, preset="paper")
     pinned = (tmp_path / "run" / "experiment.toml").read_text()
     assert 'preset = "paper"' in pinned
     assert "rho = 0.1" in pinned

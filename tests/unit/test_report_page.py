@@ -9,7 +9,7 @@ import pytest
 
 import xcal
 from support import TINY
-from xcal.cli.report import report_command
+from xcal.cli.report_command import report_command
 from xcal.errors import UserError
 from xcal.report.figures import Figure, Line, thinned
 from xcal.report.report import Page, gather, page_html, runs_page

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xcal.cli import federation
-from xcal.federation.nvflare import runs
+from xcal.federation.nvflare import lead_runs as runs
 from xcal.federation.nvflare.jobs import ServerSilent
 
 

@@ -17,7 +17,6 @@ from PIL import Image
 import xcal
 from scans import dicom
 from support import ROOT, TESTS, TINY, tiny
-from xcal.cli.main import main
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.inference import predict_logits
@@ -43,21 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(tiny().test.pixels[i]).save(out / name)
     (out / "notes.txt").write_text("no image")
     return out
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> object:
-    def command(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["xcal", *map(str, words)])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as left:
-            main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return command
 
 
 def table(path: str | Path) -> list[dict[str, str]]:

@@ -251,7 +251,8 @@ def test_groups_are_the_default_where_there_are_any(tmp_path: Path, invoke: Invo
 
 def test_every_way_to_a_run_pins_the_unit(tmp_path: Path) -> None:
     keys = {k: v for k, v in TINY.items() if k != "unit"} | {"rounds": 1, "road_images": 0}
-    result = xcal.run(tmp_path / "run", **keys, method="fl-dp", road_test_images=0)
+    keys["road_test_images"] = 0
+    result = xcal.run(tmp_path / "run", **keys, method="fl-dp")
     assert result["unit"] == "group"
     assert RunFolder.find(tmp_path / "run").experiment.unit == "group"
     remote = prepare_remote(make_experiment({**keys, "clients": 2}), ["a", "b"])

@@ -29,7 +29,7 @@ from xcal.methods.client_data import LocalData
 from xcal.methods.context import StepRecord, trainable
 from xcal.methods.loss import loss_of
 from xcal.methods.registry import method_of
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 RUN = "audit"
 Observer = Callable[[nn.Module, Tensor], None]

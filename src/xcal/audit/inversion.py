@@ -31,7 +31,7 @@ from xcal.dp.sampling import poisson_draw
 from xcal.experiments import make_experiment
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 _MEAN = torch.tensor(IMAGENET_MEAN, dtype=torch.float64).view(1, 3, 1, 1)
 _STD = torch.tensor(IMAGENET_STD, dtype=torch.float64).view(1, 3, 1, 1)

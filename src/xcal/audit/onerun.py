@@ -30,7 +30,7 @@ from xcal.audit.canaries import (
     random_pictures,
     toss_coins,
 )
-from xcal.audit.reading import (
+from xcal.audit.canary_reading import (
     GradientWatcher,
     InputWatcher,
     Scores,
@@ -46,7 +46,7 @@ from xcal.dp.clipping import PLAIN, Bound
 from xcal.dp.ledger.rows import Charge
 from xcal.errors import UserError
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 VIEWS = ("steps", "rounds", "final")
 IDEAL_AUDITS = 8  # simulated audits of the mechanism as charged

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xcal.audit.inversion import Inverted
-from xcal.audit.pictures import load_inverted, save_inverted
+from xcal.audit.reconstructions import load_inverted, save_inverted
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_json
 

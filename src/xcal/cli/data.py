@@ -84,7 +84,7 @@ def import_command(
 @app.command("list")
 def list_command() -> None:
     """List the imported sets."""
-    from xcal.data.store import list_datasets
+    from xcal.data.image_store import list_datasets
     from xcal.data.synthetic import CLASSES, smear
 
     table = Table()

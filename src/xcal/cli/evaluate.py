@@ -80,7 +80,7 @@ def _show(console: Console, found: dict[str, Any]) -> None:
 
 def _summary(found: dict[str, Any]) -> Table:
     from xcal.cli.show import number
-    from xcal.metrics.registry import METRICS
+    from xcal.metrics.metric_registry import METRICS
 
     measured, explained = found["classification"], found["explanations"]
     table = Table(

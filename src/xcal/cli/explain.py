@@ -33,10 +33,10 @@ def explain_command(
     from xcal.cli.show import LiveProgress
     from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
+    from xcal.report.chosen_images import file_names, find_pictures
     from xcal.report.drawing import answer_text, save_explanation
     from xcal.report.explaining import explain_pictures
     from xcal.report.page import explanations_page
-    from xcal.report.pictures import file_names, find_pictures
     from xcal.report.runs import load_run
 
     loaded = load_run(run)

@@ -67,7 +67,7 @@ def init_command(
         say(f"  {made.fingerprint}")
         say(f"Then: xcal federation approve REQUEST.zip --coordinator {out} --fingerprint …")
         return
-    from xcal.federation.nvflare.local import init_local
+    from xcal.federation.nvflare.one_machine import init_local
 
     for line in init_local(source, out, experiment, seed):
         say(line)
@@ -276,7 +276,7 @@ def start_command(
 ) -> None:
     """Start a party (or all parties of a local federation)."""
     from xcal.federation.nvflare import process
-    from xcal.federation.nvflare.local import parties_in
+    from xcal.federation.nvflare.one_machine import parties_in
 
     parties = parties_in(folder)
     if foreground and len(parties) != 1:
@@ -292,7 +292,7 @@ def halt_command(
 ) -> None:
     """End a party's processes (or those of all parties of a local federation)."""
     from xcal.federation.nvflare import process
-    from xcal.federation.nvflare.local import parties_in
+    from xcal.federation.nvflare.one_machine import parties_in
 
     for party in reversed(parties_in(folder)):
         count = process.stop(party)
@@ -319,7 +319,7 @@ def submit_command(
     ),
 ) -> None:
     """Lead: propose an experiment to the sites. Each decides by its own policy."""
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
 
     run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout, simulated)
     say(f"Submitted the run {run!r} (job {job}).")
@@ -337,7 +337,7 @@ def status_command(
     ),
 ) -> None:
     """Show sites, runs and, of a run, its rounds: released quantities only."""
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
     from xcal.federation.nvflare.jobs import ServerSilent
 
     if watch and run is None:
@@ -375,7 +375,7 @@ def stop_command(
     run: str = typer.Argument(..., help="The run's name."), lead: Path | None = LEAD
 ) -> None:
     """Lead: stop a run. What was trained and charged stays; it can be resumed."""
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
 
     runs.stop(_lead(lead), run)
     say(f"Stopped {run!r}. Go on with: xcal federation resume {run}")
@@ -389,7 +389,7 @@ def resume_command(
     timeout: float | None = typer.Option(None, "--timeout", help="Another timeout from here on."),
 ) -> None:
     """Lead: go on with a run from the server's last checkpoint, under the same name."""
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
 
     job = runs.resume(_lead(lead), run, quorum, timeout)
     say(f"Submitted {run!r} again (job {job}): it goes on after its last complete round.")
@@ -402,7 +402,7 @@ def fetch_command(
     out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
 ) -> None:
     """Lead: bring a run's results home."""
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
 
     for line in runs.fetch(_lead(lead), run, out):
         say(line)

@@ -72,7 +72,7 @@ def with_temperature(trained: Trained, calibrate: bool, shown: LiveProgress) -> 
 
 
 def _paths(words: list[Path]) -> list[Path]:
-    from xcal.report.pictures import folder_images
+    from xcal.report.chosen_images import folder_images
 
     found: list[Path] = []
     for word in words:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from xcal.cli.ledger import room_text
+from xcal.cli.ledger_command import room_text
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -170,7 +170,7 @@ def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tu
     A unit that the data do not support is refused here, before there is a ledger of it. Data that
     are not there yet are taken at the owner's word, if a unit was given.
     """
-    from xcal.data.store import sizes_of
+    from xcal.data.image_store import sizes_of
     from xcal.experiments import load_experiment, make_experiment
     from xcal.federation.setup import (
         check_groups_apart,

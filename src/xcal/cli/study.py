@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +50,7 @@ class GridProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._bar.stop()
 
     def begin(self, total: int, known: int) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from xcal.data.image_store import open_dataset, read_info
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
-from xcal.data.store import open_dataset, read_info
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
 from xcal.plugins import load_object

@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file
-from xcal.data.files import BadFile, Files
 from xcal.data.listing import (
     ColumnChoice,
     Listing,
@@ -22,6 +21,7 @@ from xcal.data.listing import (
     somebody,
     unused_identifiers,
 )
+from xcal.data.source_files import BadFile, Files
 from xcal.errors import UserError
 
 ANY_FINDING = "any-finding"

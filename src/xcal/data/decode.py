@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from xcal.data.files import BadFile
+from xcal.data.source_files import BadFile
 
 FORMATS = {
     ".jpg": ("JPEG", "MPO"),

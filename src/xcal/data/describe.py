@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from xcal.data.catalog import load
+from xcal.data.image_store import DatasetInfo, SplitCounts, count_split, read_info
 from xcal.data.images import RECORD_GROUPS, ImageData
-from xcal.data.store import DatasetInfo, SplitCounts, count_split, read_info
 
 
 @dataclass(frozen=True)
@@ -18,31 +18,6 @@ class Description:
     splits: dict[str, SplitCounts]
     info: DatasetInfo | None
     """None for a set that is made on the spot."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values only: what `--json` prints."""
-        side = int(self.data.train.pixels.shape[1])
-        result: dict[str, Any] = {
-            "name": self.data.name,
-            "pixels": side,
-            "classes": list(self.data.classes),
-            "group": self.data.group_name,
-            "groups_known": self.data.groups_known,
-            "groups_declared": self.data.groups_declared,
-            "shared_groups": self.data.shared_groups,
-            "license": self.data.license,
-            "splits": {split: asdict(counts) for split, counts in self.splits.items()},
-        }
-        if self.info is not None:
-            result |= {
-                "kind": self.info.kind,
-                "task": self.info.task,
-                "source": self.info.source,
-                "original_sizes": dict(self.info.original_sizes),
-                "skipped": dict(self.info.skipped),
-                "notes": list(self.info.notes),
-            }
-        return result
 
     def to_text(self) -> str:
         """Some lines for people."""

@@ -19,8 +19,8 @@ from xcal.data.decode import (
     squared,
     to_eight_bits,
 )
-from xcal.data.files import BadFile, Files
 from xcal.data.listing import somebody
+from xcal.data.source_files import BadFile, Files
 from xcal.errors import UserError
 
 

@@ -10,9 +10,9 @@ from pathlib import PurePosixPath
 
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file, patient_of_file
-from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import ColumnChoice, Listing, Record, Split, alone
+from xcal.data.source_files import Files
 from xcal.data.table import people_beside
 from xcal.errors import UserError
 

@@ -14,15 +14,15 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.data import store
+from xcal.data import image_store as store
 from xcal.data.chestxray import chest_xray, find_entries
 from xcal.data.decode import strict_decoding
-from xcal.data.files import BadFile, Files, FolderFiles, open_files
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
+from xcal.data.image_store import DatasetInfo, SplitCounts
 from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
 from xcal.data.medmnist import medmnist
-from xcal.data.store import DatasetInfo, SplitCounts
+from xcal.data.source_files import BadFile, Files, FolderFiles, open_files
 from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError
 

@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file
-from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
     ColumnChoice,
@@ -23,6 +22,7 @@ from xcal.data.listing import (
     tables,
     unused_identifiers,
 )
+from xcal.data.source_files import Files
 from xcal.errors import UserError
 
 _IMAGE = ("image_id", "isic_id", "image_name", "image")

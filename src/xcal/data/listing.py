@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.config import nearest
-from xcal.data.files import BadFile, Files
 from xcal.data.images import RECORD_GROUPS
+from xcal.data.source_files import BadFile, Files
 from xcal.errors import UserError
 
 Split = Literal["train", "validation", "test"]

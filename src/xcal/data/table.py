@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from xcal.data.decode import is_image_name
 from xcal.data.dicom import decode_file, patient_of_file
-from xcal.data.files import Files
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
     ColumnChoice,
@@ -26,6 +25,7 @@ from xcal.data.listing import (
     tables,
     unused_identifiers,
 )
+from xcal.data.source_files import Files
 from xcal.errors import UserError
 
 # Compared without case, spaces, underscores, hyphens and dots (`plain_column`).

@@ -57,8 +57,7 @@ def _log_sum(values: Floats) -> Floats:
     return result
 
 
-def _log_comb(n: Floats | float, k: Floats | float) -> Floats:
-    # Signs are dropped on purpose at fractional n: the sum of magnitudes bounds the moment above.
+def _log_comb(n: float, k: Floats) -> Floats:
     result: Floats = (
         special.gammaln(n + 1.0) - special.gammaln(k + 1.0) - special.gammaln(n - k + 1.0)
     )
@@ -77,11 +76,13 @@ def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
     """For pairs (σ, order): one pass over the series serves them all."""
     z0 = sigma**2 * math.log(1 / rate - 1) + 0.5
     log_rate, log_rest = math.log(rate), math.log1p(-rate)
-    total = np.full_like(sigma, -np.inf)
-    done = np.zeros(sigma.shape, dtype=bool)
-    last0 = last1 = np.full_like(sigma, -np.inf)
+    result = np.empty_like(sigma)
+    left = np.arange(len(sigma))  # the pairs whose series goes on: most end early, a few never
+    total = last0 = last1 = np.full_like(sigma, -np.inf)
+    top = special.gammaln(order + 1.0)
     for i in range(MAX_SERIES_TERMS):
-        coefficient = _log_comb(order, float(i))
+        # Signs of C(order, i) are dropped on purpose: the magnitudes' sum bounds the moment above.
+        coefficient = top - special.gammaln(i + 1.0) - special.gammaln(order - i + 1.0)
         j = order - i
         # log ½erfc(x/√2) = log Φ(−x)
         s0 = (
@@ -98,18 +99,21 @@ def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
             + (j * j - j) / (2 * sigma**2)
             + special.log_ndtr((j - z0) / sigma)
         )
-        total = np.where(done, total, np.logaddexp(total, np.logaddexp(s0, s1)))
-        done |= (s0 < last0) & (s1 < last1) & (np.maximum(s0, s1) < total - 30)
-        if done.all():
-            return total
-        last_but_one = (last0, last1)
+        total = np.logaddexp(total, np.logaddexp(s0, s1))
+        falling = (s0 < last0) & (s1 < last1)
         last0, last1 = s0, s1
+        on = ~(falling & (np.maximum(s0, s1) < total - 30))
+        if not on.all():
+            result[left[~on]] = total[~on]
+            kept = (left, sigma, order, top, z0, total, last0, last1, falling)
+            left, sigma, order, top, z0, total, last0, last1, falling = (x[on] for x in kept)
+            if not len(left):
+                return result
     # Where the series is slow, the library gives up. Its terms fall at least like i^-2 (order > 1),
     # so all that is left is at most N times the last one.
-    tail = math.log(MAX_SERIES_TERMS) + np.logaddexp(s0, s1)
-    falling = (s0 < last_but_one[0]) & (s1 < last_but_one[1])
-    bounded = np.where(falling, np.logaddexp(total, tail), np.inf)
-    return np.where(done, total, bounded)
+    tail = math.log(MAX_SERIES_TERMS) + np.logaddexp(last0, last1)
+    result[left] = np.where(falling, np.logaddexp(total, tail), np.inf)
+    return result
 
 
 def _costs(rate: float, sigma: Floats, order: Floats) -> Floats:

@@ -82,10 +82,6 @@ class Plan:
     accountant: str = "renyi"
 
     @property
-    def steps_per_round(self) -> int:
-        return self.steps // self.rounds if self.rounds else 0
-
-    @property
     def sigma_joint_min(self) -> float:
         """Lowest multiplier of all that a first step may release together; what a floor is for."""
         lowest = min(self.sigma_min, self.sigma_ref)
@@ -412,11 +408,6 @@ def _constant(shape: PlanShape, method: str, static: Calibration) -> Plan:
         sigma_signal=None,
         signal_price=0.0,
     )
-
-
-def signal_factor(kappa: float) -> float:
-    """σ_t/σ_eff of a step that carries a signal priced by κ and nothing else."""
-    return joint_factor(kappa)
 
 
 def plan_xcal(

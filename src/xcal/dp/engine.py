@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +34,9 @@ from xcal.dp.checks import (
 from xcal.dp.ledger.ledger import Ledger, create
 from xcal.dp.ledger.reading import ledger_path
 from xcal.dp.ledger.rows import Head, Release, RunTerms, Terms
+from xcal.dp.ledger_in_memory import MemoryLedger
 from xcal.dp.loader import PrivateLoader
 from xcal.dp.mechanism import Mechanism
-from xcal.dp.memory import MemoryLedger
 from xcal.dp.noise import NoiseSource, SecureNoise, SeededNoise
 from xcal.dp.pld import epsilon_pld
 from xcal.dp.promise import Promise, promise_text
@@ -53,6 +52,13 @@ PolicyCheck = Callable[[Ledger, RunTerms, Plan], None]
 """Raises where a training's plan is not allowed; asked with its ledger open, before any charge."""
 _UNBOUNDED = 2**62  # steps of a training that was given no budget
 _LONGEST_NAME = 100
+_Parts = tuple[
+    nn.Module,
+    torch.optim.Optimizer,
+    Callable[..., Tensor] | None,
+    DataLoader[Any],
+    Sequence[Any] | NDArray[Any] | Tensor | None,
+]
 
 
 class Private(NamedTuple):
@@ -185,12 +191,7 @@ class PrivacyEngine:
     def __enter__(self) -> PrivacyEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -269,22 +270,10 @@ class PrivacyEngine:
                 return None
             return steps_within(rate, noise_multiplier, target_epsilon, target_delta)
 
-        return self._make(
-            module,
-            optimizer,
-            criterion,
-            data_loader,
-            groups,
-            max_grad_norm,
-            loss_reduction,
-            noise_generator,
-            options,
-            planned,
-            noise_multiplier,
-            target_epsilon,
-            target_delta,
-            run,
-        )
+        parts = module, optimizer, criterion, data_loader, groups
+        how = max_grad_norm, loss_reduction, noise_generator, options
+        target = target_epsilon, target_delta
+        return self._make(parts, how, target, run, planned, noise_multiplier)
 
     def make_private_with_epsilon(
         self,
@@ -344,41 +333,23 @@ class PrivacyEngine:
             find = calibrate if self._accountant == "rdp" else calibrate_fixed
             return find(target_epsilon, target_delta, rate, steps), steps
 
-        return self._make(
-            module,
-            optimizer,
-            criterion,
-            data_loader,
-            groups,
-            max_grad_norm,
-            loss_reduction,
-            noise_generator,
-            options,
-            planned,
-            None,
-            target_epsilon,
-            target_delta,
-            run,
-        )
+        parts = module, optimizer, criterion, data_loader, groups
+        how = max_grad_norm, loss_reduction, noise_generator, options
+        return self._make(parts, how, (target_epsilon, target_delta), run, planned)
 
     def _make(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        criterion: Callable[..., Tensor] | None,
-        data_loader: DataLoader[Any],
-        groups: Sequence[Any] | NDArray[Any] | Tensor | None,
-        clip: float,
-        reduction: str,
-        generator: torch.Generator | None,
-        options: dict[str, Any],
-        planned: Callable[[float, int], tuple[Calibration, int] | None],
-        sigma: float | None,
-        epsilon: float | None,
-        delta: float | None,
+        parts: _Parts,
+        how: tuple[float, str, torch.Generator | None, dict[str, Any]],
+        target: tuple[float | None, float | None],
         name: str | None,
+        planned: Callable[[float, int], tuple[Calibration, int] | None],
+        sigma: float | None = None,
     ) -> Private:
         """All refusals first; then the plan, the ledger and the four objects."""
+        module, optimizer, criterion, data_loader, groups = parts
+        clip, reduction, generator, options = how
+        epsilon, delta = target
         if self._terms is not None:
             raise Refused(
                 "option",

@@ -9,7 +9,6 @@ the image is seen as it is.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -98,22 +97,6 @@ def color_bar(width: int, height: int) -> Image.Image:
     else:
         values = np.tile(np.linspace(1, 0, height)[:, None], (1, width))
     return Image.fromarray(colors(values))
-
-
-def save_overlay(
-    path: Path,
-    image: Tensor,
-    saliency: Tensor,
-    *,
-    side: int | None = 256,
-    peak: float | None = None,
-) -> None:
-    """Write `overlay` as a PNG; the file holds pixels and nothing else."""
-    try:
-        overlay(image, saliency, side=side, peak=peak).save(path, format="PNG")
-    except OSError as error:
-        reason = error.strerror or "it cannot be written"
-        raise UserError(f"The picture {path} was not saved: {reason}.") from None
 
 
 def _to_pixels(image: Tensor) -> NDArray[np.uint8]:

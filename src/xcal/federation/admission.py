@@ -12,7 +12,7 @@ from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.partition_record import PARTITION_KEYS, PartitionRecord
 from xcal.federation.policy import admit_experiment, admit_plan, site_file
-from xcal.federation.refusals import Refused, naming
+from xcal.federation.request_refusals import Refused, naming
 from xcal.federation.rounds import run_terms
 from xcal.federation.site_directory import Owner, SiteDirectory, logged, read_owner
 from xcal.methods.base import Method

@@ -125,9 +125,6 @@ class Median(TrimmedMean):
     trim: float = 0.5
 
 
-AGGREGATIONS = ("mean", "median", "trimmed-mean")
-
-
 def plain_rule(experiment: Experiment, participants: int) -> ServerRule:
     """The rule that the experiment names, for rounds of `participants` clients."""
     if experiment.aggregation == "mean":

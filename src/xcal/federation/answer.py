@@ -37,7 +37,7 @@ from xcal.federation.messages import (
 )
 from xcal.federation.policy import admit_experiment, filtered
 from xcal.federation.preflight import check_network
-from xcal.federation.refusals import Refused, naming, paid_so_far
+from xcal.federation.request_refusals import Refused, naming, paid_so_far
 from xcal.federation.rounds import OnStep, client_round, run_terms
 from xcal.federation.site_directory import Owner, SiteDirectory, logged
 from xcal.methods.base import CentralMethod

@@ -9,7 +9,7 @@ import numpy as np
 
 from xcal.config import Experiment
 from xcal.data.images import RECORD_GROUPS, ImageData
-from xcal.metrics.registry import METRICS
+from xcal.metrics.metric_registry import METRICS
 
 INTENDED_USE = (
     "Research on private federated learning and on measured explanations. This is not a medical"

@@ -6,15 +6,10 @@ averaged model is released to anyone.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from xcal.config import Experiment
 from xcal.dp.account import Account
@@ -27,8 +22,8 @@ from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, plain_rule
 from xcal.federation.exchange import RoundReply, Weights
-from xcal.federation.files import write_bytes
-from xcal.federation.refusals import paid_so_far
+from xcal.federation.loaded_site import replay_key
+from xcal.federation.request_refusals import paid_so_far
 from xcal.federation.rounds import run_terms
 from xcal.methods.base import CentralMethod, Method, save_state
 from xcal.methods.context import ReplayKey
@@ -50,14 +45,7 @@ class ServerSite:
         return self.site_dir / "ledger.sqlite"
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
-        """Only seeded noise can be replayed, so only then inputs are compared."""
-        if self.noise.name != "seeded":
-            return None
-        path = self.site_dir / "replay.key"
-        if not path.exists():
-            write_bytes(path, secrets.token_bytes(32))
-        context = repr((experiment.identity(), torch.__version__, np.__version__))
-        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+        return replay_key(self.noise, self.site_dir, lambda: (experiment.identity(),))
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import torch
 
 from xcal.config import Experiment
 from xcal.data import catalog
+from xcal.data.image_store import data_root
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
-from xcal.data.store import data_root
 from xcal.errors import UserError
 from xcal.federation.files import write_tensors
 from xcal.federation.setup import AGREE, DATA_SEED, may_measure
 from xcal.models.backbone import Split
+from xcal.models.model_registry import build_network
 from xcal.models.probe import CONSTANTS, constants_of
-from xcal.models.registry import build_network
 from xcal.models.views import OverViews
 from xcal.models.weights import load_published, read_weights
 

@@ -40,11 +40,11 @@ from xcal.federation.messages import (
     public_keys,
 )
 from xcal.federation.outcome import measure_round, public_subset, write_preamble
-from xcal.federation.refusals import TERMS, Refused
+from xcal.federation.request_refusals import TERMS, Refused
 from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 
 class Progress(Protocol):

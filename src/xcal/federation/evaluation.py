@@ -23,7 +23,7 @@ from xcal.explain.road import RoadSettings, road
 from xcal.methods.client_data import Inputs
 from xcal.methods.feature_store import FeatureStore
 from xcal.metrics.classification import macro_f1
-from xcal.metrics.registry import classification_metrics
+from xcal.metrics.metric_registry import classification_metrics
 from xcal.models.backbone import split_backbone
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.methods.context import StepRecord, digest_tensors, trainable
 
 Weights = dict[str, Tensor]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,16 +92,25 @@ class LoadedSite:
         write_json(self.site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
-        """Only seeded noise can be replayed, so only then inputs are compared."""
-        if self.noise.name != "seeded":
-            return None
-        path = self.site_dir / "replay.key"
-        if not path.exists():
-            write_bytes(path, secrets.token_bytes(32))
-        if not self._digest:
-            self._digest.append(self.data.digest())
-        context = repr((self._digest[0], experiment.identity(), torch.__version__, np.__version__))
-        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+        def inputs() -> tuple[Any, ...]:
+            if not self._digest:
+                self._digest.append(self.data.digest())
+            return self._digest[0], experiment.identity()
+
+        return replay_key(self.noise, self.site_dir, inputs)
+
+
+def replay_key(
+    noise: NoiseSource, site_dir: Path, inputs: Callable[[], tuple[Any, ...]]
+) -> ReplayKey | None:
+    """Only seeded noise can be replayed, so only then inputs are compared."""
+    if noise.name != "seeded":
+        return None
+    path = site_dir / "replay.key"
+    if not path.exists():
+        write_bytes(path, secrets.token_bytes(32))
+    context = repr((*inputs(), torch.__version__, np.__version__))
+    return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
 
 
 class Held(NamedTuple):

@@ -34,7 +34,7 @@ from xcal.federation.loggers import Logged, Logger, make_logger
 from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.federation.rounds import OnStep
 from xcal.federation.setup import Federation, ask_sites, prepare
 from xcal.federation.simulated import make_ledger
@@ -43,7 +43,7 @@ from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.methods.client_data import LocalData
 from xcal.methods.feature_store import FeatureStore
 from xcal.methods.loss import loss_of
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 __all__ = ["InProcess", "NullCallback", "Progress", "public_subset", "run_experiment"]
 

@@ -29,7 +29,7 @@ from xcal.federation.exchange import (
     load_weights,
 )
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.methods.base import Method, save_state
 from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
 from xcal.plugins import OwnCodeError

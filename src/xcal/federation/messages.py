@@ -26,7 +26,7 @@ from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, names_of_today, travels
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
-from xcal.federation.refusals import CODES, Refused
+from xcal.federation.request_refusals import CODES, Refused
 from xcal.methods.context import StepRecord, digest_tensors
 from xcal.version import VERSION
 

@@ -11,7 +11,7 @@ from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.admission import check_delta
 from xcal.federation.policy import admit_method, admit_plan, admit_target, read_policy
-from xcal.federation.refusals import naming
+from xcal.federation.request_refusals import naming
 from xcal.federation.site_directory import logged
 
 
@@ -31,7 +31,8 @@ def policy(path: str | os.PathLike[str]) -> PolicyCheck:
 
     Raises:
         UserError: where the file is missing or not a policy. The engine's `make_private` then
-            raises `xcal.federation.refusals.Refused`, with its code, for what is not allowed.
+            raises `xcal.federation.request_refusals.Refused`, with its code, for what is not
+            allowed.
 
     Guarantee: a training beyond what the file allows is refused before its first charge.
 

@@ -18,7 +18,7 @@ from xcal.data.images import Images
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_json
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 
 # What decides which images of a data set a client of an experiment has.
 PARTITION_KEYS = (

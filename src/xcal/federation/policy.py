@@ -15,7 +15,7 @@ from xcal.dp.calibration import Plan
 from xcal.dp.ledger.rows import RunTerms, covers, how_to_cover
 from xcal.errors import UserError
 from xcal.federation.exchange import ClientReport
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -20,7 +20,7 @@ from xcal.errors import UserError
 from xcal.explain.gradcam import gradcam_maps
 from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, clips_units
 from xcal.methods.registry import method_of
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 from xcal.plugins import own_code
 
 # What torch raises where shapes do not fit.

@@ -26,7 +26,7 @@ from xcal.federation.exchange import (
 )
 from xcal.federation.loaded_site import LoadedSite, Pace
 from xcal.federation.memory import RunMemory, StoredReply
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
     Optimizer,

@@ -25,7 +25,7 @@ from xcal.federation.loggers import check_logger
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_network, unmeasured
-from xcal.federation.refusals import naming
+from xcal.federation.request_refusals import naming
 from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
 from xcal.methods.loss import check_loss

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from xcal.data import catalog
+from xcal.data.image_store import sizes_of
 from xcal.data.images import Images
-from xcal.data.store import sizes_of
 from xcal.dp.ledger.analysis import lifetime_text, spending_text
 from xcal.dp.ledger.head import check_clock
 from xcal.dp.ledger.rows import Row, check_head, covers, read_rows, runs_of, terms_of, verify

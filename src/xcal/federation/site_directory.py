@@ -40,7 +40,7 @@ from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, admit_method, read_policy, read_table, site_file
-from xcal.federation.refusals import Refused
+from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import (
     DATA_SEED,
     check_groups_apart,
@@ -49,7 +49,7 @@ from xcal.federation.setup import (
     settled,
 )
 from xcal.methods.client_data import LocalData, TooManyUnits
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 
 class SiteTable(BaseModel):

@@ -22,7 +22,7 @@ from xcal.dp.clipping import Bound
 from xcal.dp.filter import BudgetExhausted, Filter
 from xcal.methods.base import LocalMethod, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import clipped_sum, gradient_release, release_gradient
+from xcal.methods.step_parts import clipped_sum, gradient_release, release_gradient
 
 FALLS = 3  # rounds of falling loss before the noise is lowered
 REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one

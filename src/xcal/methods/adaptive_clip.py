@@ -32,7 +32,12 @@ from xcal.methods.dp_fedavg import (
     client_level_shape,
     private_mean,
 )
-from xcal.methods.steps import clipped_sum, contributing_units, gradient_release, release_gradient
+from xcal.methods.step_parts import (
+    clipped_sum,
+    contributing_units,
+    gradient_release,
+    release_gradient,
+)
 
 # C stays a number that float32 can work with, whatever a long run of noise does to it.
 SMALLEST_CLIP, LARGEST_CLIP = 1e-6, 1e6

@@ -20,7 +20,7 @@ from xcal.explain.gradcam import channel_weights
 from xcal.methods.agp_dp import CamLayer, cam_layer_of, most_important, require_trained
 from xcal.methods.base import BandParameters, LocalMethod, SparedParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import clipped_sum
+from xcal.methods.step_parts import clipped_sum
 
 IMPORTANCE_UNITS = 256  # expected number of units whose maps decide which channels matter
 

@@ -22,7 +22,7 @@ from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
 from xcal.methods.base import LocalMethod, SparedParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord, trainable
-from xcal.methods.steps import dp_step
+from xcal.methods.step_parts import dp_step
 
 
 @dataclass(frozen=True)

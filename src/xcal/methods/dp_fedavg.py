@@ -18,9 +18,8 @@ from xcal.dp.calibration import Plan, PlanShape, plan_fixed
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism
 from xcal.dp.noise import NoiseKey, NoiseSource
-from xcal.methods.base import LocalMethod
-from xcal.methods.context import ReplayKey, StepContext, StepRecord, digest_tensors
-from xcal.methods.steps import sgd_step
+from xcal.methods.context import ReplayKey, digest_tensors
+from xcal.methods.fl import PlainSteps
 
 Update = dict[str, Tensor]  # float64: what one client changed
 
@@ -126,7 +125,7 @@ def client_level_shape(experiment: Experiment, participants: int) -> PlanShape:
 
 
 @dataclass(frozen=True)
-class RawUpdates(LocalMethod):
+class RawUpdates(PlainSteps):
     """The clients' side of a central method: plain SGD; the guarantee is the server's.
 
     The server is trusted and sees raw updates: at record level, against it, ε = ∞, and so it stands
@@ -135,14 +134,6 @@ class RawUpdates(LocalMethod):
 
     private: bool = False
     ignores: frozenset[str] = frozenset({"sites"})
-
-    def plan(self, experiment: Experiment, units: int, own_rounds: int) -> None:
-        return None
-
-    def step(
-        self, context: StepContext, step: int, experiment: Experiment, plan: None, state: None
-    ) -> tuple[None, StepRecord]:
-        return None, sgd_step(context, step)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,11 @@ from dataclasses import dataclass
 from xcal.config import Experiment
 from xcal.methods.base import PRIVATE_KEYS, LocalMethod
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import sgd_step
+from xcal.methods.step_parts import sgd_step
 
 
-@dataclass(frozen=True)
-class PlainSgd(LocalMethod):
-    """Plain SGD at every client, averaged; or, pooled, at one client that holds everything."""
-
-    name: str
-    title: str
-    pooled: bool
-    private: bool = False
-    ignores: frozenset[str] = PRIVATE_KEYS
+class PlainSteps(LocalMethod):
+    """Local steps without noise: nothing to plan, nothing to remember."""
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> None:
         return None
@@ -27,6 +20,17 @@ class PlainSgd(LocalMethod):
         self, context: StepContext, step: int, experiment: Experiment, plan: None, state: None
     ) -> tuple[None, StepRecord]:
         return None, sgd_step(context, step)
+
+
+@dataclass(frozen=True)
+class PlainSgd(PlainSteps):
+    """Plain SGD at every client, averaged; or, pooled, at one client that holds everything."""
+
+    name: str
+    title: str
+    pooled: bool
+    private: bool = False
+    ignores: frozenset[str] = PRIVATE_KEYS
 
 
 CENTRALIZED = PlainSgd("centralized", "Centralized", pooled=True)

@@ -8,7 +8,7 @@ from xcal.config import Experiment
 from xcal.dp.calibration import Plan, plan_fixed
 from xcal.methods.base import LocalMethod, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import dp_step
+from xcal.methods.step_parts import dp_step
 
 
 @dataclass(frozen=True)

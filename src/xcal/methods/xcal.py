@@ -23,7 +23,7 @@ from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, 
 from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
 from xcal.methods.client_data import Batch, mean_by_unit
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import (
+from xcal.methods.step_parts import (
     broken_units,
     clipped_sum,
     contributing_units,

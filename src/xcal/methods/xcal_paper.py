@@ -28,7 +28,7 @@ from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, batch_score
 from xcal.methods.base import BandParameters, LocalMethod, SignalParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.steps import (
+from xcal.methods.step_parts import (
     broken_units,
     clipped_sum,
     forward_with_components,

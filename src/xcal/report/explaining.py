@@ -15,7 +15,7 @@ from xcal.explain.road import RoadResult, RoadSettings, road
 from xcal.explain.signal import mask_images, top_cells
 from xcal.federation.evaluation import OnImages
 from xcal.methods.base import SignalParameters
-from xcal.report.pictures import Picture
+from xcal.report.chosen_images import Picture
 from xcal.report.runs import LoadedRun
 
 

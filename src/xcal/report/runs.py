@@ -19,7 +19,7 @@ from xcal.experiments import read_pinned
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED, may_measure
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 
 class LoadedRun(NamedTuple):

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.decode import Square, as_rgb, squared, strict_decoding, to_eight_bits
-from xcal.data.files import BadFile
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.data.source_files import BadFile
 from xcal.errors import UserError
 from xcal.experiments import read_pinned
 from xcal.explain.inference import predict_logits
 from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
-from xcal.federation.given import objects_of
+from xcal.federation.given_objects import objects_of
 from xcal.federation.outcome import public_subset
 from xcal.metrics.temperature import confidences, fit_temperature
 from xcal.plugins import given
-from xcal.report.pictures import read_picture
+from xcal.report.chosen_images import read_picture
 from xcal.report.runs import LoadedRun, load_data, load_run
 
 FITTED_ON = 1000

@@ -32,7 +32,7 @@ from xcal.federation.files import FolderBusy, read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import DATA_SEED, Federation, prepare
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from xcal.data.store import read_info
+from xcal.data.image_store import read_info
 from xcal.errors import UserError
 from xcal.studies.grid import BUSY, Cell, Grid, without_repetition
 from xcal.studies.store import Results

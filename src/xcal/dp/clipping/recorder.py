@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Geometry
-from xcal.dp.clipping.layers import (
+from xcal.dp.clipping.layer_rules import (
     Convolution,
     Embedding,
     FrozenNorm,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from xcal.federation.flower.carrier import answer_name, answer_train
+from xcal.federation.flower.flower_carrier import answer_name, answer_train
 
 app = ClientApp()
 

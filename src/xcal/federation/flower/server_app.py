@@ -19,7 +19,7 @@ from xcal.errors import UserError
 from xcal.experiments import load_experiment
 from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.files import read_json, write_json
-from xcal.federation.flower.carrier import GridCarrier
+from xcal.federation.flower.flower_carrier import GridCarrier
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment, threads_of
 from xcal.federation.setup import Federation, prepare, prepare_remote, settled

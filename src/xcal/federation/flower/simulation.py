@@ -94,8 +94,8 @@ def _simulate(
         from flwr.serverapp import Grid, ServerApp
         from flwr.simulation import run_simulation
 
-        from xcal.federation.flower.carrier import Stopped
         from xcal.federation.flower.client_app import app as client_app
+        from xcal.federation.flower.flower_carrier import Stopped
         from xcal.federation.flower.server_app import run_simulated
     except ImportError:
         raise UserError(

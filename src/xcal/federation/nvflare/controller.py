@@ -17,7 +17,7 @@ from xcal.federation.coordinator import NullCallback
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
-from xcal.federation.nvflare.carrier import FlareCarrier, Stopped
+from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
 from xcal.federation.nvflare.lost import Lost
 from xcal.federation.setup import Federation, prepare_remote, settled

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xcal.config import Experiment
-from xcal.data.given import image_data
+from xcal.data.given_data import image_data
 from xcal.data.images import ImageData
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, names_of_today
@@ -21,7 +21,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.local import Progress, run_experiment
 from xcal.federation.loggers import Logger
 from xcal.federation.setup import prepare
-from xcal.models.given import builder_of
+from xcal.models.given_network import builder_of
 from xcal.plugins import GIVEN, given
 
 _KEYS = {"model": "network", "data": "data", "loss": "loss"}

@@ -17,8 +17,8 @@ from scipy.stats import binom
 from xcal.audit.alone import RUN, flat
 from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import Directions, toss_coins
+from xcal.audit.canary_reading import mixture_ratio
 from xcal.audit.onerun import Audit, ideal_audits
-from xcal.audit.reading import mixture_ratio
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.dp.noise import SeededNoise
@@ -28,7 +28,7 @@ from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.methods.adaptive_clip import ClipState
 from xcal.methods.base import CentralMethod
 from xcal.methods.context import trainable
-from xcal.models.registry import build_network
+from xcal.models.model_registry import build_network
 
 
 def audit_clients(

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from xcal.data.decode import DICOM_ENDINGS, FORMATS, is_dicom_name, is_image_name, strict_decoding
 from xcal.data.dicom import decode_dicom, decode_file
-from xcal.data.files import BadFile, FolderFiles
 from xcal.data.images import Images
+from xcal.data.source_files import BadFile, FolderFiles
 from xcal.errors import UserError
 from xcal.report.runs import LoadedRun, load_data
 

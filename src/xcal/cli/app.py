@@ -15,11 +15,11 @@ from xcal.cli import (
     explain,
     export,
     federation,
-    ledger,
-    panel,
+    ledger_command,
+    panel_command,
     plan,
     predict,
-    report,
+    report_command,
     run,
     site,
     study,
@@ -59,10 +59,10 @@ app.command("predict")(predict.predict_command)
 app.command("explain")(explain.explain_command)
 app.command("export")(export.export_command)
 app.command("audit")(audit.audit_command)
-app.command("panel")(panel.panel_command)
+app.command("panel")(panel_command.panel_command)
 app.command("study")(study.study_command)
-app.command("report")(report.report_command)
-app.add_typer(ledger.app, name="ledger")
+app.command("report")(report_command.report_command)
+app.add_typer(ledger_command.app, name="ledger")
 app.add_typer(site.app, name="site")
 app.add_typer(site.app, name="home", hidden=True)  # its name in the first edition
 app.add_typer(data.app, name="data")

@@ -16,7 +16,6 @@ from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.dp.clipping.losses import Loss, check_independent
 from xcal.dp.clipping.plain import Plain
-from xcal.dp.clipping.probe import check_rules
 from xcal.dp.clipping.recorder import (
     INSTEAD_OF_BATCH_NORM,
     RecordedPass,
@@ -24,6 +23,7 @@ from xcal.dp.clipping.recorder import (
     record,
     refuse_other_uses,
 )
+from xcal.dp.clipping.rule_check import check_rules
 from xcal.dp.clipping.tape import Tape, Units
 from xcal.dp.sampling import filled_up
 from xcal.errors import UserError

@@ -87,11 +87,6 @@ METRICS: tuple[Metric, ...] = (
 )  # fmt: skip
 
 
-def get_metric(name: str) -> Metric:
-    """By its name, or by the last part of it."""
-    return next(m for m in METRICS if name in (m.name, m.name.rpartition(".")[2]))
-
-
 def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Any]:
     """All metrics of a classifier's answers as plain numbers; None for what is undefined.
 
