@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xcal.data import catalog
-from xcal.data.normalize import to_tensor
 from xcal.data.image_store import data_root
+from xcal.data.normalize import to_tensor
 from xcal.dp.calibration import calibrate, calibrate_fixed
 from xcal.metrics.classification import auroc, macro_f1
 from xcal.models.efficientnet import efficientnet_b0
