@@ -123,9 +123,7 @@ def occlusion(
     Guarantee: none, ε = ∞. A map of a private image is as private as the image.
     """
     network, inputs, chosen = _covered(model, images, layer, classes, grid, reshape)
-    found = occlusion_maps(
-        network, inputs, chosen, grid=grid, window=window, batch_size=batch_size
-    )
+    found = occlusion_maps(network, inputs, chosen, grid=grid, window=window, batch_size=batch_size)
     return _like(images, found)
 
 

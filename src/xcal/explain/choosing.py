@@ -21,6 +21,7 @@ from xcal.explain.gradcam import MapMethod, gradcam_maps, head_weight_of
 from xcal.explain.inference import predict_logits
 from xcal.explain.interval import mean_interval
 from xcal.explain.occlusion import (
+    NO_CELLS,
     cell_maps,
     gradient_input_maps,
     map_grid,
@@ -68,8 +69,8 @@ def parts_of(method: str) -> list[str]:
     if match is None:
         known = ", ".join(MAPS)
         raise UserError(
-            f"There is no explanation map called {method!r}: choose one of {known}, or two of them"
-            " joined by +."
+            f"There is no explanation map called {method!r}: choose one of {known}, two of them"
+            f" joined by +, or {AUTO}."
         )
     return [name for name in match.groups() if name]
 
@@ -114,7 +115,7 @@ def _kind(
         "rise": rise_maps,
         "gradient-input": gradient_input_maps,
     }
-    return make[kind](model, images, classes, batch_size=batch_size).to(images.dtype)
+    return make[kind](model, images, classes, batch_size=batch_size)
 
 
 def _scaled(maps: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class MapChoice:
 
     `road` has the mean ROAD of every kind that was tried, on `images` public images. `gain` is how
     much `method` is above the default and `interval` its 95 % interval, paired by image and counted
-    by groups. Nothing was tried where `road` is empty: `why` says why, and the default stands.
+    by groups. Nothing was tried where `road` is empty, and `why` says why.
     """
 
     method: str
@@ -143,7 +144,7 @@ class MapChoice:
         """What to tell whoever sees the maps."""
         named = title_of(self.method)
         if not self.road:
-            return f"Maps by {named}, the fixed default; none was chosen: {self.why}"
+            return f"Maps by {named}, {self.why}"
         measured = f"ROAD {self.road[self.method]:+.3f} on {self.images} public validation images"
         if self.method == DEFAULT:
             found = f"no other of {len(self.road)} kinds was shown to be better"
@@ -160,7 +161,19 @@ class MapChoice:
 
 def not_chosen(why: str) -> MapChoice:
     """The default, where nothing may be measured."""
-    return MapChoice(DEFAULT, {}, why=why)
+    return MapChoice(DEFAULT, {}, why=f"the fixed default; none was chosen: {why}")
+
+
+def asked_for(method: str) -> MapChoice:
+    """A map that somebody named."""
+    parts_of(method)
+    return MapChoice(method, {}, why="as asked for.")
+
+
+def check_map(model: nn.Module, method: str) -> None:
+    """Refuse a name that is no map's, or that of a map which the network cannot have."""
+    if method != AUTO and "cell-occlusion" in parts_of(method) and head_weight_of(model) is None:
+        raise UserError(NO_CELLS)
 
 
 def choose_map(

@@ -30,6 +30,11 @@ WINDOW = 2
 MASKS = 96
 """Random masks of an image, half of them the other half's complements."""
 
+NO_CELLS = (
+    "cell-occlusion needs a network that names a linear head_layer on the average of the explained"
+    " map: choose occlusion."
+)
+
 
 def map_grid(model: nn.Module, images: Tensor) -> Grid:
     """Height and width of the network's feature map for such images."""
@@ -56,7 +61,7 @@ def occlusion_maps(
     windows = _windows(h, w, window).to(images.device)
     keep = 1 - _enlarged(windows, images)
     before, after = _confidences(model, images, keep, classes, batch_size)
-    return _per_cell(before - after, windows)
+    return _per_cell(before - after, windows).to(images.dtype)
 
 
 def rise_maps(
@@ -84,7 +89,8 @@ def rise_maps(
     _, after = _confidences(model, images, keep, classes, batch_size)
     centered = (drawn - drawn.mean(dim=0)).to(after)
     scale = centered.square().sum(dim=0).clamp(min=1e-12)
-    return torch.einsum("nm,mhw->nhw", after - after.mean(dim=1, keepdim=True), centered) / scale
+    moved = after - after.mean(dim=1, keepdim=True)
+    return (torch.einsum("nm,mhw->nhw", moved, centered) / scale).to(images.dtype)
 
 
 def cell_maps(
@@ -103,10 +109,7 @@ def cell_maps(
     """
     head_weight = head_weight_of(model)
     if head_weight is None:
-        raise UserError(
-            "cell-occlusion needs a network whose head_layer is linear on the average of the"
-            " explained map: choose occlusion."
-        )
+        raise UserError(NO_CELLS)
     found = []
     for start in range(0, max(len(images), 1), batch_size):
         here = slice(start, start + batch_size)
