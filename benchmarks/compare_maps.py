@@ -6,7 +6,7 @@ RUN is a finished run's folder. For each map of its model, on a fixed sample of 
 images: ROAD as it is, and of logits divided by a temperature that was fitted on public validation
 images (models of unlike confidence are then on one scale); insertion and deletion with a constant
 color, which neither ROAD nor occlusion uses; pointing game and mass inside the true region where
-the set has one; and how alike the map still is once all weights are scrambled. Numbers of each image
+the set has one; and how alike the map is once all weights are scrambled. Each image's numbers
 go to `benchmarks/results/maps/NAME.json`; what is there is not computed again, so that a run that
 was cut off goes on. `--write` puts the table, with bootstrap intervals over groups, into
 docs/maps.md.
@@ -130,8 +130,7 @@ def compare(folder: Path, given: argparse.Namespace) -> None:
             "trained_by": (RunFolder.find(folder).result or {}).get("commit"),
             "measured_by": commit(),
             "temperature": fit_temperature(logits.numpy(), validation.labels),
-            "ids": test.ids.tolist(),
-            "groups": test.groups.tolist(),
+            "groups": np.unique(test.groups, return_inverse=True)[1].tolist(),
             "right": (answers.numpy() == test.labels).tolist(),
         }
         save()
@@ -204,10 +203,8 @@ def table(kept: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(row).replace('-', '−')} |")
     if "choice" in kept:
         chosen = kept["choice"]
-        lines += [
-            "",
-            f"`auto` takes {title_of(chosen['method'])} ({chosen['images']} public images).",
-        ]
+        on = f"{chosen['images']} public validation images"
+        lines += ["", f"`auto`, on {on}: {title_of(chosen['method'])}."]
     return "\n".join(lines)
 
 

@@ -258,7 +258,7 @@ class Tile:
 def panel_rows(
     runs: Sequence[RunView], count: int = 4, maps: str = AUTO
 ) -> tuple[list[list[Tile]], str]:
-    """One row an image: the image, every run's map over it, on one scale; and how maps were made."""
+    """One row an image: the image, every run's map over it, on one scale; how maps were made."""
     entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
     runs, entries = _explained(runs, entries)
     if not entries:
