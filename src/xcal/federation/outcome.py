@@ -64,14 +64,14 @@ def map_for(
     """
     if wanted != AUTO:
         return asked_for(wanted)
-    if not validation_is_public(experiment):
-        return not_chosen(
-            f"nobody agreed that the validation images of {experiment.data} are public"
-            " (public_validation)."
-        )
     try:
+        if not validation_is_public(experiment):
+            return not_chosen(
+                f"nobody agreed that the validation images of {experiment.data} are public"
+                " (public_validation)."
+            )
         subset = public_subset(validation(), CHOSEN_ON)
-    except UserError as error:
+    except UserError as error:  # not on this machine, or withheld
         return not_chosen(str(error))
     if subset is None:
         return not_chosen(f"{experiment.data} has no validation images that may be used.")
