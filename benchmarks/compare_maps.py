@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
-from xcal.explain.choosing import choose_map, make_maps, title_of
+from xcal.explain.choosing import added, choose_map, make_maps, parts_of, title_of
 from xcal.explain.faithfulness import insertion_deletion, randomisation_check
 from xcal.explain.inference import predict_logits
 from xcal.explain.localization import localization
@@ -45,6 +46,7 @@ KINDS = (
     "gradcam gradcam++ layercam cell-occlusion occlusion occlusion+gradcam rise gradient-input"
     " random"
 ).split()
+MEASURES = ["road", "place", "curves", "scrambled"]
 SCRAMBLED = 8  # images of the sanity check
 FITTED = 96  # public validation images of the temperature
 RESAMPLES = 2000
@@ -79,31 +81,55 @@ def road_scores(
     return found.scores.tolist(), ((least - most).mean(axis=1) / 2).tolist()
 
 
+class Maps:
+    """The maps of one model's test images; each kind is made once, and added from its parts."""
+
+    def __init__(self, model: nn.Module, images: Tensor, place: Path) -> None:
+        self.model, self.images = model, images
+        self._place = place
+        self._made: dict[str, Tensor] = {}
+
+    def of(self, kind: str) -> Tensor:
+        kinds = parts_of(kind)
+        if len(kinds) > 1:
+            return added([self.of(part) for part in kinds])
+        if kind not in self._made:
+            path = self._place / f"{kind}.npy"
+            if not path.exists():
+                self._place.mkdir(parents=True, exist_ok=True)
+                began = time.process_time()
+                made = make_maps(self.model, self.images, method=kind).numpy()
+                seconds = time.process_time() - began
+                path.with_suffix(".seconds").write_text(f"{seconds:.2f}")
+                np.save(path, made)
+            self._made[kind] = torch.from_numpy(np.load(path))
+        return self._made[kind]
+
+    def seconds(self, kind: str) -> float:
+        """Processor time that the maps took."""
+        read = (self._place / f"{part}.seconds" for part in parts_of(kind))
+        return round(sum(float(path.read_text()) for path in read), 1)
+
+
 def measured(
-    model: nn.Module, test: Images, kind: str, temperature: float, steps: int, scrambled: bool
+    measure: str, maps: Maps, test: Images, kind: str, temperature: float, steps: int
 ) -> dict[str, Any]:
-    """All numbers of one kind of map, image by image."""
-    began = time.process_time()
-    inputs = to_tensor(np.asarray(test.pixels))
-    maps = make_maps(model, inputs, method=kind)
-    made = time.process_time() - began
-    raw, matched = road_scores(model, inputs, maps, temperature)
-    result: dict[str, Any] = {
-        "map_seconds": round(made, 2),
-        "road": raw,
-        "road_matched": matched,
-    }
-    if steps:
-        curves = insertion_deletion(model, inputs, maps, steps=steps, fill=COVER, base=COVER)
-        result["deletion"] = curves.deletion_auc.tolist()
-        result["insertion"] = curves.insertion_auc.tolist()
-    if test.masks is not None:
-        place = localization(maps, torch.from_numpy(test.masks))
-        result |= {name: getattr(place, name).tolist() for name in ("pointing", "inside", "area")}
-    if scrambled:
-        last = randomisation_check(model, inputs[:SCRAMBLED], stages=1, method=kind)[-1]
-        result["scrambled"] = last.agreement.rank_correlation.tolist()
-    return result
+    """One measure of one kind of map, image by image."""
+    if measure == "road":
+        raw, matched = road_scores(maps.model, maps.images, maps.of(kind), temperature)
+        return {"map_seconds": maps.seconds(kind), "road": raw, "road_matched": matched}
+    if measure == "curves":
+        found = insertion_deletion(
+            maps.model, maps.images, maps.of(kind), steps=steps, fill=COVER, base=COVER
+        )
+        return {"deletion": found.deletion_auc.tolist(), "insertion": found.insertion_auc.tolist()}
+    if measure == "place":
+        if test.masks is None:
+            return {}
+        place = localization(maps.of(kind), torch.from_numpy(test.masks))
+        return {name: getattr(place, name).tolist() for name in ("pointing", "inside", "area")}
+    last = randomisation_check(maps.model, maps.images[:SCRAMBLED], stages=1, method=kind)[-1]
+    return {"scrambled": last.agreement.rank_correlation.tolist()}
 
 
 def compare(folder: Path, given: argparse.Namespace) -> None:
@@ -114,16 +140,17 @@ def compare(folder: Path, given: argparse.Namespace) -> None:
     test = public_subset(data.test, given.images)
     validation = public_subset(data.validation, FITTED)
     assert test is not None and validation is not None
+    inputs = to_tensor(np.asarray(test.pixels))
 
     def save() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(".tmp")
-        whole.write_text(json.dumps(kept, indent=1) + "\n")
+        whole.write_text(json.dumps(kept) + "\n")
         whole.rename(path)
 
     if "temperature" not in kept:
         logits = predict_logits(run.model, to_tensor(np.asarray(validation.pixels))).double()
-        answers = predict_logits(run.model, to_tensor(np.asarray(test.pixels))).argmax(dim=1)
+        answers = predict_logits(run.model, inputs).argmax(dim=1)
         keys = "method data network head_reads train train_images pixels epsilon seed".split()
         kept |= {
             "keys": {k: run.experiment.resolved()[k] for k in keys},
@@ -134,23 +161,22 @@ def compare(folder: Path, given: argparse.Namespace) -> None:
             "right": (answers.numpy() == test.labels).tolist(),
         }
         save()
-    for kind in given.kinds:
-        if kind in kept["kinds"]:
-            continue
-        found = measured(
-            run.model, test, kind, kept["temperature"], given.steps, not given.no_scramble
-        )
-        kept["kinds"][kind] = found
-        save()
-        print(
-            f"{time.strftime('%X')} {folder.name}: {kind} ROAD {np.mean(found['road']):+.3f},"
-            f" matched {np.mean(found['road_matched']):+.3f}, {found['map_seconds']} s",
-            flush=True,
-        )
+    maps = Maps(run.model, inputs, given.scratch / f"{folder.name}-{len(test)}")
+    for measure in given.measures:
+        for kind in given.kinds:
+            of = kept["kinds"].setdefault(kind, {"measures": []})
+            if measure in of["measures"]:
+                continue
+            found = measured(measure, maps, test, kind, kept["temperature"], given.steps)
+            of |= found
+            of["measures"].append(measure)
+            save()
+            told = {k: round(float(np.nanmean(v)), 3) for k, v in found.items()}
+            print(f"{time.strftime('%X')} {folder.name}: {kind} {told}", flush=True)
     if given.choose and "choice" not in kept:
-        inputs = to_tensor(np.asarray(validation.pixels[: given.choose]))
+        shown = to_tensor(np.asarray(validation.pixels[: given.choose]))
         groups = validation.groups[: given.choose]
-        kept["choice"] = choose_map(run.model, inputs, groups, candidates=given.kinds).as_dict()
+        kept["choice"] = choose_map(run.model, shown, groups, candidates=given.kinds).as_dict()
         save()
 
 
@@ -174,7 +200,7 @@ def table(kept: dict[str, Any]) -> str:
     keys, groups, kinds = kept["keys"], kept["groups"], kept["kinds"]
     first = kinds["gradcam"]
     columns = ["ROAD", "ROAD matched", "matched − Grad-CAM"]
-    checks = [c for c in ("deletion", "insertion") if c in first]
+    checks = [c for c in ("deletion", "insertion") if all(c in k for k in kinds.values())]
     columns += [{"deletion": "deletion ↓", "insertion": "insertion ↑"}[c] for c in checks]
     placed = [c for c in ("pointing", "inside") if c in first]
     columns += [*placed, "scrambled", "seconds"]
@@ -220,8 +246,9 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--images", type=int, default=48)
     parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--steps", type=int, default=10, help="of insertion and deletion; 0: none")
-    parser.add_argument("--no-scramble", action="store_true", help="leave out the sanity check")
+    parser.add_argument("--steps", type=int, default=10, help="of insertion and deletion")
+    parser.add_argument("--measures", nargs="+", default=MEASURES, choices=MEASURES)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "maps")
     parser.add_argument("--choose", type=int, default=0, help="images that `auto` chooses on")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/maps.md")
     given = parser.parse_args()

@@ -97,9 +97,12 @@ def make_maps(
     if classes is None and len(images):
         classes = predict_logits(model, images, batch_size=batch_size).argmax(dim=1)
     made = [_kind(model, images, classes, kind, batch_size) for kind in kinds]
-    if len(made) == 1:
-        return made[0]
-    return torch.stack([_scaled(maps.double()) for maps in made]).sum(dim=0).to(images.dtype)
+    return made[0] if len(made) == 1 else added(made)
+
+
+def added(kinds: Sequence[Tensor]) -> Tensor:
+    """Maps (N, h, w) of several kinds, each divided by its root mean square, image by image."""
+    return torch.stack([_scaled(maps.double()) for maps in kinds]).sum(dim=0).to(kinds[0].dtype)
 
 
 def _kind(
