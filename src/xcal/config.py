@@ -28,7 +28,7 @@ Unit = Literal["record", "group"]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by", "workers", "log")
+_LATER = ("public_validation", "public_validation_by", "workers", "log", "maps")
 
 
 # Keys of the first edition that have another name today; files with the old ones are still read.
@@ -258,6 +258,13 @@ class Experiment(BaseModel):
         Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
     ] = key(
         200, description="test images explained at the end, a fixed sample; or 'all'", travels=False
+    )
+    maps: str = key(
+        "gradcam",
+        description="how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
+        " occlusion, cell-occlusion, rise, two of them joined by +, or auto: the best by ROAD on"
+        " public validation images; rounds are always scored with gradcam",
+        travels=False,
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
         0, description="of all but secure noise", travels=False

@@ -18,6 +18,7 @@ NO_PRIVACY = {
     "xcal.PrivacyEngine.get_epsilon",  # says under Returns what its number is
     "xcal.PrivacyEngine.save",
     "xcal.PrivacyEngine.statement",
+    "xcal.explain.MapChoice",
     "xcal.explain.RoadResult",
     "xcal.explain.Signal",
 }

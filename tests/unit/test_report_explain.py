@@ -17,6 +17,7 @@ from PIL import Image
 from support import TINY, micro, tiny
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
+from xcal.explain.choosing import asked_for
 from xcal.explain.road import RoadSettings
 from xcal.report.chosen_images import Picture, file_names, find_pictures
 from xcal.report.drawing import save_explanation, tile_side
@@ -206,7 +207,7 @@ def test_an_empty_map_is_said_to_be_one(run: LoadedRun) -> None:
 
 
 def page(run: LoadedRun, found: list[Explanation]) -> str:
-    return explanations_page(run, found, epsilon=8.0, delta=1e-3)
+    return explanations_page(run, found, epsilon=8.0, delta=1e-3, choice=asked_for("gradcam"))
 
 
 class Reader(HTMLParser):

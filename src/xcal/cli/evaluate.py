@@ -23,8 +23,12 @@ def evaluate_command(
     against: Path | None = typer.Option(
         None, help="Another run, usually without privacy: how alike are the maps?"
     ),
-    map_method: str = typer.Option(
-        "gradcam", "--map", help="How maps are made: gradcam, gradcam++ or hirescam."
+    maps: str | None = typer.Option(
+        None,
+        "--maps",
+        "--map",
+        help="How maps are made, or auto: the best by ROAD on public validation images; as the run"
+        " has it (key maps) if not given.",
     ),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
@@ -42,7 +46,7 @@ def evaluate_command(
             load_data(loaded, data, beside=[] if other is None else [other]),
             explained=images,
             against=other,
-            maps_by=map_method,  # type: ignore[arg-type]  # checked where maps are made
+            maps_by=maps,
             on_measure=shown.measure,
         )
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import typer
 from rich.console import Console
@@ -22,8 +21,12 @@ def explain_command(
         ..., help="Image files, folders of them, or test:ID or test:N of the run's test split."
     ),
     out: Path = typer.Option(Path("explanations"), help="Where the pictures and the page go."),
-    method: Literal["gradcam", "gradcam++", "hirescam"] = typer.Option(
-        "gradcam", "--map", help="How maps are made."
+    maps: str = typer.Option(
+        "auto",
+        "--maps",
+        "--map",
+        help="How maps are made: gradcam, gradcam++, hirescam, layercam, occlusion, cell-occlusion,"
+        " rise, two joined by +; or auto, the best by ROAD on public validation images.",
     ),
 ) -> None:
     """Explain images: prediction, map, what covering its top does, and the ROAD curve.
@@ -36,6 +39,7 @@ def explain_command(
     from xcal.report.chosen_images import file_names, find_pictures
     from xcal.report.drawing import answer_text, save_explanation
     from xcal.report.explaining import explain_pictures
+    from xcal.report.mapping import map_of_run
     from xcal.report.page import explanations_page
     from xcal.report.runs import load_run
 
@@ -47,8 +51,9 @@ def explain_command(
         raise UserError(f"The folder {out} cannot be made: {error.strerror}.") from None
     console = Console()
     with LiveProgress(console) as shown:
+        choice = map_of_run(loaded, maps, partial(shown.measure, "choosing a map"))
         found = explain_pictures(
-            loaded, pictures, method=method, on_images=partial(shown.measure, "images")
+            loaded, pictures, method=choice.method, on_images=partial(shown.measure, "images")
         )
         for done, (name, explanation) in enumerate(zip(file_names(pictures), found, strict=True)):
             save_explanation(out / name, explanation)
@@ -60,7 +65,7 @@ def explain_command(
         epsilon=result.get("epsilon_target"),
         delta=result.get("delta"),
         nominal=result.get("epsilon_nominal"),
-        method=method,
+        choice=choice,
     )
     write_bytes(out / PAGE, page.encode())
 
@@ -81,6 +86,7 @@ def explain_command(
     for item in found:
         for note in item.notes:
             console.print(f"{item.name}: {note}", highlight=False, markup=False)
+    console.print(choice.sentence(), highlight=False, markup=False)
     console.print(
         f"One picture each and the page {PAGE} are in {out}.", highlight=False, markup=False
     )

@@ -11,6 +11,7 @@ def report_command(
     folders: list[Path] = typer.Argument(..., help="Runs, or folders of runs."),
     out: Path = typer.Option(Path("report.html"), help="The page to write."),
     images: int = typer.Option(4, min=0, max=16, help="Test images to show under every run."),
+    maps: str = typer.Option("auto", help="How maps are made, as in `xcal panel`."),
     figures: Path | None = typer.Option(
         None, help="Also draw the figures as SVG and PDF into this folder (extra `figures`)."
     ),
@@ -18,7 +19,7 @@ def report_command(
     """Write one self-contained HTML file: the question, the answer, tables, interactive figures."""
     from xcal.report.report import save_report
 
-    page = save_report(out, folders, panel_images=images)
+    page = save_report(out, folders, panel_images=images, maps=maps)
     typer.echo(f"The report on {len(page.runs)} run{'s'[: len(page.runs) > 1]} is in {out}.")
     if figures is not None:
         from xcal.report.vector import save_figures

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from xcal.errors import UserError
+from xcal.explain.choosing import CANDIDATES, DEFAULT, MapChoice, make_maps
+from xcal.explain.choosing import choose_map as _choose_map
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.inference import predict_logits
+from xcal.explain.occlusion import MASKS, WINDOW, occlusion_maps, rise_maps
 from xcal.explain.road import RoadResult, RoadSettings
 from xcal.explain.road import road as _road
 from xcal.explain.signal import Fill, SignalSettings, judged, scores
@@ -61,7 +64,7 @@ def gradcam(
         layer: the layer whose output is explained, as a module of the network or by its dotted
             name; usually the last one before pooling. None: the network's own `cam_layer`.
         classes: the class of each image (N,), or one for all. None: the predicted ones.
-        method: "gradcam", "gradcam++" or "hirescam".
+        method: "gradcam", "gradcam++", "hirescam" or "layercam".
         reshape: for a layer that gives tokens: lays its output out as (N, channels, h, w), as
             `lambda t: t[:, 1:].transpose(1, 2).unflatten(2, (14, 14))` does for a ViT's.
         batch_size: images a forward pass.
@@ -80,6 +83,172 @@ def gradcam(
     return _like(
         images, gradcam_maps(network, inputs, chosen, method=method, batch_size=batch_size)
     )
+
+
+def occlusion(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None = None,
+    classes: Array | Sequence[int] | int | None = None,
+    *,
+    grid: tuple[int, int] | None = None,
+    window: int = WINDOW,
+    reshape: Reshape | None = None,
+    batch_size: int = 64,
+) -> Array:
+    """Occlusion maps: what the confidence loses when a part of the image is blurred.
+
+    A window of some cells moves over the image by one cell at a time; a cell gets the mean fall of
+    the class's softmax confidence over the windows that cover it. One forward pass an image and
+    window, in batches. The model comes back as it was.
+
+    Args:
+        model: any network that takes the images and gives two logits or more, (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        layer: the layer whose height and width the maps get, by module or dotted name. None: the
+            network's own `cam_layer`.
+        classes: the class of each image (N,), or one for all. None: the predicted ones.
+        grid: height and width of the maps in cells; no layer is needed then.
+        window: cells a side of what is covered at once.
+        reshape: as in `gradcam`, for a layer that gives tokens.
+        batch_size: covered images a forward pass.
+
+    Returns:
+        Maps (N, h, w) in [-1, 1], below 0 where covering speaks for the class; a tensor on the
+        images' device where the images are one, else an array.
+
+    Raises:
+        UserError: for a layer, grid or images that do not fit, or a network of one logit.
+
+    Guarantee: none, ε = ∞. A map of a private image is as private as the image.
+    """
+    network, inputs, chosen = _covered(model, images, layer, classes, grid, reshape)
+    found = occlusion_maps(network, inputs, chosen, grid=grid, window=window, batch_size=batch_size)
+    return _like(images, found)
+
+
+def rise(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None = None,
+    classes: Array | Sequence[int] | int | None = None,
+    *,
+    grid: tuple[int, int] | None = None,
+    masks: int = MASKS,
+    seed: int = 0,
+    reshape: Reshape | None = None,
+    batch_size: int = 64,
+) -> Array:
+    """Maps by random masks, as in RISE: how the confidence goes with whether a cell is seen.
+
+    Half of the image, in blocks of two cells, is blurred at random; a cell gets the slope of the
+    class's softmax confidence. One forward pass an image and mask, in batches. The model comes back
+    as it was.
+
+    Args:
+        model: any network that takes the images and gives two logits or more, (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        layer: the layer whose height and width the maps get, by module or dotted name. None: the
+            network's own `cam_layer`.
+        classes: the class of each image (N,), or one for all. None: the predicted ones.
+        grid: height and width of the maps in cells; no layer is needed then.
+        masks: how many there are of each image; more are slower and steadier.
+        seed: of the masks, which are the same for all images.
+        reshape: as in `gradcam`, for a layer that gives tokens.
+        batch_size: covered images a forward pass.
+
+    Returns:
+        Maps (N, h, w), signed; a tensor on the images' device where the images are one, else an
+        array.
+
+    Raises:
+        UserError: for a layer, grid or images that do not fit, or a network of one logit.
+
+    Guarantee: none, ε = ∞. A map of a private image is as private as the image.
+    """
+    network, inputs, chosen = _covered(model, images, layer, classes, grid, reshape)
+    found = rise_maps(
+        network, inputs, chosen, grid=grid, masks=masks, seed=seed, batch_size=batch_size
+    )
+    return _like(images, found)
+
+
+def maps(
+    model: nn.Module,
+    images: Array,
+    method: str = DEFAULT,
+    layer: Layer | None = None,
+    classes: Array | Sequence[int] | int | None = None,
+    *,
+    reshape: Reshape | None = None,
+    batch_size: int = 64,
+) -> Array:
+    """Maps of any kind by name.
+
+    Args:
+        model: any network that takes the images and gives logits (N, classes).
+        images: (N, C, H, W), floating point, as the network takes them; tensor or array.
+        method: "gradcam", "gradcam++", "hirescam", "layercam", "occlusion", "cell-occlusion" (of
+            the layer's own cells, in closed form where a linear head reads their average), "rise";
+            the controls "gradient-input" and "random"; or two joined by +, as
+            "occlusion+gradcam", each divided by its root mean square and added.
+        layer: the layer that is explained and whose grid the maps have, by module or dotted name.
+            None: the network's own `cam_layer`.
+        classes: the class of each image (N,), or one for all. None: the predicted ones.
+        reshape: as in `gradcam`, for a layer that gives tokens.
+        batch_size: images a forward pass.
+
+    Returns:
+        Maps (N, h, w), signed but for the Grad-CAM family; a tensor on the images' device where the
+        images are one, else an array.
+
+    Raises:
+        UserError: for a name that is no map's, or a layer or images that do not fit.
+
+    Guarantee: none, ε = ∞. A map of a private image is as private as the image.
+    """
+    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
+    chosen = _classes(network, inputs, classes)
+    return _like(images, make_maps(network, inputs, chosen, method=method, batch_size=batch_size))
+
+
+def choose_map(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None = None,
+    *,
+    groups: Sequence[Any] | None = None,
+    candidates: Sequence[str] = CANDIDATES,
+    reshape: Reshape | None = None,
+) -> MapChoice:
+    """Which kind of map has the highest ROAD for this model on public images.
+
+    Grad-CAM stays unless another kind is shown to be better: the 95 % interval of the paired
+    difference of their ROAD lies above 0.
+
+    Args:
+        model: any network that takes the images and gives two logits or more, (N, classes).
+        images: public images, (N, C, H, W), as the network takes them; tensor or array.
+        layer: the layer that is explained, by module or dotted name. None: the network's own
+            `cam_layer`.
+        groups: whose each image is (N,): intervals count groups. None: each image by itself.
+        candidates: names of maps as `maps` takes them.
+        reshape: as in `gradcam`, for a layer that gives tokens.
+
+    Returns:
+        A `MapChoice`: `method` for `maps`, the mean ROAD of every kind, the gain with its interval;
+        `sentence()` says it.
+
+    Raises:
+        UserError: for a layer or images that do not fit, or a network of one logit.
+
+    Guarantee: none for these images, ε = ∞: give public ones. For the images that the model was
+    trained on nothing is spent: the choice is post-processing of a released model.
+    """
+    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
+    if len(inputs):
+        _check_compares(predict_logits(network, inputs[:1]))
+    return _choose_map(network, inputs, groups, candidates=candidates)
 
 
 def road(
@@ -248,6 +417,29 @@ def _at_layer(model: nn.Module, layer: Layer | None, reshape: Reshape | None) ->
         head = getattr(model, "head_layer", None)
         network.head_layer = None if head is None else f"whole.{head}"
     return network
+
+
+def _covered(
+    model: nn.Module,
+    images: Array,
+    layer: Layer | None,
+    classes: Any,
+    grid: tuple[int, int] | None,
+    reshape: Reshape | None,
+) -> tuple[_Network, Tensor, Tensor | None]:
+    """Network, images and classes for maps that need a grid and no features."""
+    network = _at_layer(model, layer, reshape) if grid is None else _Network(model)
+    inputs = _inputs(model, images)
+    if grid is not None and not all(
+        1 <= cells <= side for cells, side in zip(grid, inputs.shape[2:], strict=True)
+    ):
+        raise UserError(
+            f"A grid of {grid} does not fit images of {tuple(inputs.shape[2:])} pixels: give height"
+            " and width in cells, each 1 or more and no more than the pixels."
+        )
+    if len(inputs):
+        _check_compares(predict_logits(network, inputs[:1]))
+    return network, inputs, _classes(network, inputs, classes)
 
 
 def _inputs(model: nn.Module, images: Array) -> Tensor:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.explain.gradcam import MapMethod, gradcam_maps
+from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
+from xcal.explain.occlusion import blurred
 from xcal.explain.ranks import rank_correlation
 from xcal.explain.road import removal_order, saliency_for_ranking
 from xcal.explain.signal import Fill, fill_values, top_cells
@@ -49,11 +49,16 @@ def insertion_deletion(
     *,
     steps: int = 20,
     fill: Fill = "imagenet",
+    base: Fill | None = None,
     seed: int = 0,
     batch_size: int = 32,
     on_images: Callable[[int], None] = lambda *_: None,
 ) -> InsertionDeletion:
-    """Insertion and deletion for the class predicted on the intact image; model left untouched."""
+    """Insertion and deletion for the class predicted on the intact image; model left untouched.
+
+    `fill` covers what is deleted. Insertion starts from the blurred image, or from `base`: maps
+    made by covering with a blur should be judged by something else.
+    """
     if steps < 1:
         raise UserError(f"Insertion and deletion are to take {steps} steps: choose 1 or more.")
     n, _, height, width = images.shape
@@ -73,7 +78,9 @@ def insertion_deletion(
         stages = torch.cat(
             [
                 torch.where(touched, fill_values(image, fill), image),
-                torch.where(touched, image, blurred(image)),
+                torch.where(
+                    touched, image, blurred(image) if base is None else fill_values(image, base)
+                ),
             ]
         )
         logits = predict_logits(model, stages, batch_size=batch_size).double()
@@ -92,20 +99,6 @@ def insertion_deletion(
         broken_maps=broken,
         broken_images=int((~sound).sum()),
     )
-
-
-def blurred(images: Tensor, *, share: float = 0.1) -> Tensor:
-    """Gaussian blur whose standard deviation is `share` of the image's shorter side."""
-    channels, height, width = images.shape[1:]
-    deviation = max(share * min(height, width), 0.5)
-    # Three deviations hold nearly all of the bell; reflection needs the radius inside the image.
-    radius = min(math.ceil(3 * deviation), height - 1, width - 1)
-    offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
-    bell = torch.exp(-((offsets / deviation) ** 2) / 2)
-    bell = (bell / bell.sum()).expand(channels, 1, -1)
-    padded = F.pad(images, (radius, radius, radius, radius), mode="reflect")
-    rows = F.conv2d(padded, bell.unsqueeze(2), groups=channels)
-    return F.conv2d(rows, bell.unsqueeze(3), groups=channels)
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ def randomisation_check(
     *,
     stages: int = 4,
     seed: int = 0,
-    method: MapMethod = "gradcam",
+    method: str = DEFAULT,
 ) -> list[RandomisationStage]:
     """Do the maps depend on what the network learned? (Adebayo et al. 2018)
 
@@ -167,7 +160,7 @@ def randomisation_check(
     if stages < 1:
         raise UserError(f"The sanity check is to take {stages} stages: choose 1 or more.")
     classes = predict_logits(model, images).argmax(dim=1)
-    trained = gradcam_maps(model, images, classes, method=method)
+    trained = make_maps(model, images, classes, method=method)
     scrambled = copy.deepcopy(model)
     layers = [m for m in scrambled.modules() if list(m.parameters(recurse=False))][::-1]
     if not layers:
@@ -180,7 +173,7 @@ def randomisation_check(
             for parameter in layer.parameters(recurse=False):
                 _scramble(parameter, generator)
         done = upto
-        maps = gradcam_maps(scrambled, images, classes, method=method)
+        maps = make_maps(scrambled, images, classes, method=method)
         result.append(RandomisationStage(done / len(layers), agreement(trained, maps)))
     return result
 

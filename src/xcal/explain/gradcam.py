@@ -1,4 +1,4 @@
-"""Grad-CAM and two relatives on the network's CAM layer.
+"""Grad-CAM and three relatives on the network's CAM layer.
 
 Every network names the module whose output is the feature map (`cam_layer`) and, where global
 average pooling and one linear layer follow it, that linear layer (`head_layer`). For such a
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from xcal.errors import UserError
 from xcal.explain.inference import undisturbed
 
-MapMethod = Literal["gradcam", "gradcam++", "hirescam"]
+MapMethod = Literal["gradcam", "gradcam++", "hirescam", "layercam"]
 
 
 def forward_with_features(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def _maps_in_closed_form(
         logits, features = forward_with_features(model, images)
         if classes is None:
             classes = logits.argmax(dim=1)
-        if method != "gradcam++":
+        if method in ("gradcam", "hirescam"):
             # The gradient is the same in every cell, so HiResCAM and Grad-CAM coincide.
             return closed_form_maps(features, head_weight, classes)
         cells = features.shape[2] * features.shape[3]
@@ -177,6 +177,8 @@ def _features_and_gradients(
 def _maps_from_gradients(features: Tensor, gradients: Tensor, method: MapMethod) -> Tensor:
     if method == "hirescam":
         return (gradients * features).sum(dim=1).relu_()
+    if method == "layercam":  # Jiang et al. 2021
+        return (gradients.relu() * features).sum(dim=1).relu_()
     if method == "gradcam":
         weights = gradients.mean(dim=(2, 3))
     else:

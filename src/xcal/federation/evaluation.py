@@ -15,8 +15,9 @@ from torch import nn
 from xcal.data.augment import View
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.faithfulness import insertion_deletion
-from xcal.explain.gradcam import MapMethod, gradcam_maps
+from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.interval import mean_interval
 from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
@@ -132,7 +133,7 @@ def explanation_metrics(
     images: Images,
     *,
     device: str = "cpu",
-    maps_by: MapMethod = "gradcam",
+    maps_by: str = DEFAULT,
     on_images: OnImages = lambda *_: None,
 ) -> dict[str, Any]:
     """All measures of the model's maps: ROAD, insertion and deletion, localization.
@@ -141,7 +142,7 @@ def explanation_metrics(
     """
     began, count = time.monotonic(), len(images)
     inputs = to_tensor(np.asarray(images.pixels)).to(device)
-    maps = gradcam_maps(model, inputs, method=maps_by)
+    maps = make_maps(model, inputs, method=maps_by)
 
     def between(values: NDArray[np.float64]) -> list[float] | None:
         return mean_interval(values, images.groups)

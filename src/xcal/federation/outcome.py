@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xcal.config import RENAMED
+from xcal.config import RENAMED, Experiment
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
+from xcal.data.normalize import to_tensor
 from xcal.dp.calibration import Plan
 from xcal.dp.statement import (
     PLUGINS,
@@ -21,6 +22,8 @@ from xcal.dp.statement import (
     make_statement,
     statement_text,
 )
+from xcal.errors import UserError
+from xcal.explain.choosing import AUTO, CHOSEN_ON, MapChoice, asked_for, choose_map, not_chosen
 from xcal.federation.card import card_text
 from xcal.federation.evaluation import (
     OnImages,
@@ -33,7 +36,7 @@ from xcal.federation.evaluation import (
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import add_remove_holds
-from xcal.federation.setup import DATA_SEED, Federation
+from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
 from xcal.methods.base import Method, nominal_epsilon
 
 OnMeasure = Callable[[str, int, int], None]  # of what, how many are done, of how many
@@ -46,6 +49,34 @@ def public_subset(images: Images, wanted: int | None) -> Images | None:
         return None
     chosen = np.random.default_rng([DATA_SEED, 11]).permutation(len(images))[:count]
     return images.take(np.sort(chosen))
+
+
+def map_for(
+    experiment: Experiment,
+    model: nn.Module,
+    validation: Callable[[], Images],
+    wanted: str,
+    on_images: OnImages = lambda *_: None,
+) -> MapChoice:
+    """Which map explains a released model: the one asked for, or the best on public images.
+
+    Nothing is chosen by images that nobody called public: those are not even loaded.
+    """
+    if wanted != AUTO:
+        return asked_for(wanted)
+    try:
+        if not validation_is_public(experiment):
+            return not_chosen(
+                f"nobody agreed that the validation images of {experiment.data} are public"
+                " (public_validation)."
+            )
+        subset = public_subset(validation(), CHOSEN_ON)
+    except UserError as error:  # not on this machine, or withheld
+        return not_chosen(str(error))
+    if subset is None:
+        return not_chosen(f"{experiment.data} has no validation images that may be used.")
+    inputs = to_tensor(np.asarray(subset.pixels)).to(next(model.parameters()).device)
+    return choose_map(model, inputs, subset.groups, on_images=on_images)
 
 
 def measure_round(
@@ -188,16 +219,24 @@ def finish(
     )
     wanted = experiment.road_test_images if federation.explains else 0
     subset = public_subset(federation.data.test, wanted)
-    explanations = (
-        explanation_metrics(
+    explanations = None
+    if subset is not None:
+        choice = map_for(
+            experiment,
+            model,
+            lambda: federation.data.validation,
+            experiment.maps,
+            partial(on_measure, "choosing a map"),
+        )
+        explanations = explanation_metrics(
             model,
             subset,
             device=experiment.device,
+            maps_by=choice.method,
             on_images=partial(on_measure, "explanations"),
         )
-        if subset is not None
-        else None
-    )
+        if experiment.maps == AUTO:
+            explanations["choice"] = choice.as_dict()
     road = (explanations or {}).get("road", {})
     private = federation.method.private
     central = federation.server_plan  # its unit is the client: a column of its own

@@ -17,6 +17,7 @@ from xcal.data.images import ImageData
 from xcal.dp.batch_invariance import check_independence
 from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
+from xcal.explain.choosing import check_map
 from xcal.explain.gradcam import gradcam_maps
 from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, clips_units
 from xcal.methods.registry import method_of
@@ -42,6 +43,7 @@ def check_network(experiment: Experiment, classes: int, side: int) -> str | None
 
 def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | None:
     network, method = build_network(experiment, classes), method_of(experiment)
+    check_map(network, experiment.maps)
     _check_answers(experiment, network, classes, side)
     if isinstance(method, ChecksNetwork):
         method.check_network(network, experiment)

@@ -212,6 +212,14 @@ def may_measure(experiment: Experiment) -> bool:
     return not any(_is_real(Path(site_dir)) for site_dir in experiment.sites)
 
 
+def validation_is_public(experiment: Experiment) -> bool:
+    """Whether something may be fitted on or chosen by the set's validation images, and told.
+
+    Published sets' are public; of a set of one's own somebody has to say so.
+    """
+    return bool(experiment.public_validation) or catalog.is_public(experiment.data)
+
+
 def _is_real(site_dir: Path) -> bool:
     """Whether a site's ledger protects a real population; one that cannot be read may."""
     try:
@@ -403,7 +411,7 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         )
     data = load_fewest(experiment)
     experiment = with_unit(experiment, data)
-    withheld = not (experiment.public_validation or catalog.is_public(experiment.data))
+    withheld = not validation_is_public(experiment)
     if withheld:
         data = without_public_splits(data)
     schedule = draw_schedule(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
-from xcal.explain.gradcam import MapMethod, gradcam_maps
+from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.road import RoadResult, RoadSettings, road
 from xcal.explain.signal import mask_images, top_cells
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """One image explained. Images are (3, H, W) in [0, 1]; the map is (h, w) and non-negative.
+    """One image explained. Images are (3, H, W) in [0, 1]; the map is (h, w).
 
     `covered` has the top cells of the map replaced by the run's fill; `covered_share` is the share
     of the cells that this took. `kept` is what remains of the confidence in the class first
@@ -64,7 +64,7 @@ def explain_pictures(
     run: LoadedRun,
     pictures: Sequence[Picture],
     *,
-    method: MapMethod = "gradcam",
+    method: str = DEFAULT,
     settings: RoadSettings | None = None,
     on_images: OnImages = lambda *_: None,
 ) -> list[Explanation]:
@@ -79,13 +79,11 @@ def explain_pictures(
     return found
 
 
-def _explain(
-    run: LoadedRun, picture: Picture, method: MapMethod, settings: RoadSettings
-) -> Explanation:
+def _explain(run: LoadedRun, picture: Picture, method: str, settings: RoadSettings) -> Explanation:
     inputs = to_tensor(picture.pixels[None])
     probabilities = _softmax(predict_logits(run.model, inputs))
     first = int(probabilities.argmax())
-    maps = gradcam_maps(run.model, inputs, torch.tensor([first]), method=method)
+    maps = make_maps(run.model, inputs, torch.tensor([first]), method=method)
     # Cells without any saliency are never covered, whatever the run's own method does.
     asked = run.experiment
     assert isinstance(asked, SignalParameters)
@@ -131,9 +129,11 @@ def _notes(maps: Tensor, curve: RoadResult) -> tuple[str, ...]:
     elif curve.broken_maps:
         notes.append("The map holds numbers that are not finite: it explains nothing.")
     elif not bool(maps.max() > 0):
+        everywhere = "zero everywhere" if curve.constant_maps else "nowhere above zero"
+        order = ", and the curve removes pixels in random order" if curve.constant_maps else ""
         notes.append(
-            "The map is zero everywhere: nothing in the image speaks for this class, nothing was"
-            " covered, and the curve removes pixels in random order."
+            f"The map is {everywhere}: nothing in the image speaks for this class, nothing was"
+            f" covered{order}."
         )
     elif curve.constant_maps:
         notes.append("The map is the same everywhere: the curve removes pixels in random order.")

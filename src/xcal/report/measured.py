@@ -11,11 +11,13 @@ from torch import Tensor
 from xcal.data.images import ImageData, Images
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
+from xcal.explain.choosing import make_maps
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
-from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
+from xcal.explain.gradcam import enlarge_maps
 from xcal.federation.evaluation import explanation_metrics, predict
 from xcal.federation.outcome import OnMeasure, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
+from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun
 
 SANITY_IMAGES = 64
@@ -28,14 +30,15 @@ def evaluate_run(
     *,
     explained: int | None = None,
     against: LoadedRun | None = None,
-    maps_by: MapMethod = "gradcam",
+    maps_by: str | None = None,
     on_measure: OnMeasure = lambda *_: None,
 ) -> dict[str, Any]:
     """Metrics as plain values for a table or a JSON file; None for what is undefined.
 
     The classifier is measured on the whole test split; explanations on a fixed subset of it, of
     `explained` images, by default as many as the run itself explained at its end. So on the run's
-    own data the numbers are those of its `result.json`. `against` is another run, usually one
+    own data the numbers are those of its `result.json`. `maps_by` is a map's name; None: as the run
+    itself has it (`maps`). `against` is another run, usually one
     without privacy, whose maps of the same images are compared with this one's.
     """
     if against is not None and against.experiment.pixels != run.experiment.pixels:
@@ -61,30 +64,35 @@ def evaluate_run(
         "agreement": None,
     }
     if subset is not None:
-        result["explanations"] = explanation_metrics(
-            run.model, subset, maps_by=maps_by, on_images=partial(on_measure, "explanations")
+        choice = map_of_run(
+            run, maps_by or run.experiment.maps, partial(on_measure, "choosing a map")
         )
-        result["sanity_check"] = _sanity_check(run, subset)
+        result["explanations"] = explanation_metrics(
+            run.model, subset, maps_by=choice.method, on_images=partial(on_measure, "explanations")
+        )
+        if choice.road:
+            result["explanations"]["choice"] = choice.as_dict()
+        result["sanity_check"] = _sanity_check(run, subset, choice.method)
         if against is not None:
-            result["agreement"] = _agreement(run, against, subset)
+            result["agreement"] = _agreement(run, against, subset, choice.method)
     return result
 
 
-def _sanity_check(run: LoadedRun, images: Images) -> list[dict[str, float]]:
+def _sanity_check(run: LoadedRun, images: Images, method: str) -> list[dict[str, float]]:
     """How alike maps still are to the trained network's, as more of its layers are scrambled."""
     few = images.take(np.arange(min(len(images), SANITY_IMAGES)))
-    stages = randomisation_check(run.model, to_tensor(np.asarray(few.pixels)))
+    stages = randomisation_check(run.model, to_tensor(np.asarray(few.pixels)), method=method)
     return [{"scrambled": stage.share, **_means(stage.agreement)} for stage in stages]
 
 
-def _agreement(run: LoadedRun, other: LoadedRun, images: Images) -> dict[str, Any]:
+def _agreement(run: LoadedRun, other: LoadedRun, images: Images, method: str) -> dict[str, Any]:
     """Each model explains the class it predicts itself: that is what a reader would be shown."""
     inputs = to_tensor(np.asarray(images.pixels))
     size = (inputs.shape[2], inputs.shape[3])
 
     def maps(model: LoadedRun) -> Tensor:
         # Enlarged, so that networks with maps of different sizes can be compared.
-        return enlarge_maps(gradcam_maps(model.model, inputs), size)
+        return enlarge_maps(make_maps(model.model, inputs, method=method), size)
 
     return {"images": len(images), **_means(agreement(maps(run), maps(other)))}
 

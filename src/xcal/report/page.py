@@ -12,17 +12,11 @@ from typing import Any
 import jinja2
 from PIL import Image
 
-from xcal.explain.gradcam import MapMethod
+from xcal.explain.choosing import MapChoice
 from xcal.explain.overlay import color_bar
 from xcal.report.drawing import answer_text, cells_text, percent, tiles, verdict
 from xcal.report.explaining import Explanation
 from xcal.report.runs import LoadedRun
-
-MAP_NAMES: dict[MapMethod, str] = {
-    "gradcam": "Grad-CAM",
-    "gradcam++": "Grad-CAM++",
-    "hirescam": "HiResCAM",
-}
 
 
 def explanations_page(
@@ -32,7 +26,7 @@ def explanations_page(
     epsilon: float | None,
     delta: float | None,
     nominal: float | None = None,
-    method: MapMethod = "gradcam",
+    choice: MapChoice,
 ) -> str:
     """The page as HTML. Every text from outside is escaped; images are part of the file."""
     template = files("xcal.report").joinpath("explain.html").read_text(encoding="utf-8")
@@ -43,7 +37,7 @@ def explanations_page(
         network=run.experiment.network,
         pixels=run.experiment.pixels,
         guarantee=_guarantee(epsilon, delta, nominal),
-        map_name=MAP_NAMES[method],
+        maps=choice.sentence(),
         bar=_data_uri(color_bar(256, 4)),
         explanations=[_item(run, found) for found in explanations],
     )

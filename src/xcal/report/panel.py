@@ -23,13 +23,15 @@ from torch import Tensor
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
-from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.choosing import AUTO, MapChoice, make_maps, title_of
 from xcal.explain.inference import predict_logits
 from xcal.explain.overlay import color_bar, overlay, picture
+from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED
 from xcal.methods.registry import METHODS
 from xcal.report.drawing import percent
+from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun, load_data, load_run
 from xcal.report.sheet import FAINT, INK, RIGHT, WRONG, Sheet, text_width
 
@@ -41,7 +43,7 @@ _CAPTION = 48  # two lines below a tile
 _HEAD = 30  # one line above a block
 _LETTERS = 15
 _SMALL = 13
-_SCALE_WIDTH = 760  # what the line below the blocks takes
+_SCALE_WIDTH = 560  # what the line below the blocks takes, beside how maps were made
 _WIDE = 1.45  # the shape a figure had best have: width by height
 
 
@@ -113,23 +115,37 @@ def choose_images(test: Images, count: int, classes: int) -> Images:
     return test.take(np.array(order[:count], dtype=np.int64))
 
 
-def save_panel(path: Path, folders: Sequence[Path], images: int = 4) -> None:
-    """Draw the figure of these runs on `images` test images and write it as a PNG."""
+def save_panel(
+    path: Path,
+    folders: Sequence[Path],
+    images: int = 4,
+    maps: str = AUTO,
+    on_images: OnImages = lambda *_: None,
+) -> list[MapChoice]:
+    """Draw the figure of these runs on `images` test images and write it as a PNG.
+
+    Returned is which map each run's model was explained by.
+    """
     entries = load_entries(folders)
     run = entries[0].run
     data = load_data(run, beside=[entry.run for entry in entries[1:]])
     shown = choose_images(data.test, images, len(run.classes))
     if not len(shown):
         raise UserError("There are no test images to show: choose one image or more.")
-    views = [image_views(entry.run, shown) for entry in entries]
-    _Figure(entries, views, shown).draw().save(path)
+    choices = [map_of_run(entry.run, maps, on_images) for entry in entries]
+    views = [
+        image_views(entry.run, shown, choice.method)
+        for entry, choice in zip(entries, choices, strict=True)
+    ]
+    _Figure(entries, views, shown, [c.method for c in choices]).draw().save(path)
+    return choices
 
 
-def image_views(run: LoadedRun, images: Images) -> list[View]:
+def image_views(run: LoadedRun, images: Images, method: str) -> list[View]:
     inputs = to_tensor(np.asarray(images.pixels))
     confidence = predict_logits(run.model, inputs).double().softmax(dim=1).nan_to_num(0.0)
     predicted = confidence.argmax(dim=1)
-    maps = gradcam_maps(run.model, inputs, predicted)
+    maps = make_maps(run.model, inputs, predicted, method=method)
     return [
         View(int(k), float(row[k]), in_multiples_of_mean(saliency))
         for k, row, saliency in zip(predicted, confidence, maps, strict=True)
@@ -174,8 +190,8 @@ def arrange(entries: Sequence[Entry]) -> Layout:
 
 
 def in_multiples_of_mean(saliency: Tensor) -> Tensor:
-    """The map divided by its mean; all 0 where it is all 0 or not finite."""
-    values = saliency.detach().double()
+    """What is above 0, divided by its mean; all 0 where nothing is, or not all is finite."""
+    values = saliency.detach().double().clamp(min=0)
     mean = float(values.mean())
     return values / mean if math.isfinite(mean) and mean > 0 else torch.zeros_like(values)
 
@@ -194,9 +210,15 @@ class _Figure:
     """The drawing itself: sizes are worked out once, then block after block is drawn."""
 
     def __init__(
-        self, entries: Sequence[Entry], views: Sequence[Sequence[View]], images: Images
+        self,
+        entries: Sequence[Entry],
+        views: Sequence[Sequence[View]],
+        images: Images,
+        methods: Sequence[str],
     ) -> None:
         self.entries, self.views, self.images = entries, views, images
+        named = " or ".join(title_of(name) for name in dict.fromkeys(methods))
+        self.maps = f"{named[:1].upper()}{named[1:]} of the predicted class   "
         self.classes = entries[0].run.classes
         self.layout = arrange(entries)
         self.peak = shared_peak(views)
@@ -218,7 +240,8 @@ class _Figure:
         down = math.ceil(count / across)
         width = 2 * _MARGIN + across * block[0] + (across - 1) * _BLOCK_GAP
         height = 2 * _MARGIN + down * (block[1] + _BLOCK_DROP) + 14
-        sheet = Sheet(max(width, 2 * _MARGIN + _SCALE_WIDTH), height)
+        scale = math.ceil(text_width(self.maps, _SMALL)) + _SCALE_WIDTH
+        sheet = Sheet(max(width, 2 * _MARGIN + scale), height)
         for number in range(count):
             row, column = divmod(number, across)
             left = _MARGIN + column * (block[0] + _BLOCK_GAP)
@@ -279,7 +302,7 @@ class _Figure:
     def _scale(self, sheet: Sheet, y: int) -> None:
         """The one color scale of all maps, with its ends, and what the letters' colors say."""
         x = float(_MARGIN)
-        for text in ("Grad-CAM of the predicted class   ", "0 "):
+        for text in (self.maps, "0 "):
             sheet.text((x, y), text, _SMALL, fill=FAINT)
             x += text_width(text, _SMALL)
         sheet.paste(color_bar(160, 12), (round(x), y - 11))

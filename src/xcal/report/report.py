@@ -13,6 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from xcal.errors import UserError
+from xcal.explain.choosing import AUTO
 from xcal.report.figures import DARK, LIGHT, Figure
 from xcal.report.run_figures import (
     RunView,
@@ -104,16 +105,16 @@ def _runs_answer(runs: Sequence[RunView]) -> str:
     return f"{finished}; the highest macro F1 is {best.result['macro_f1']:.3f}, of {best.name}."
 
 
-def runs_page(runs: Sequence[RunView], *, panel_images: int = 4) -> Page:
+def runs_page(runs: Sequence[RunView], *, panel_images: int = 4, maps: str = AUTO) -> Page:
     several = "Does noise steered by explanations give better private models than static noise?"
-    rows = panel_rows(runs, panel_images) if panel_images else []
+    rows, told = panel_rows(runs, panel_images, maps) if panel_images else ([], "")
     return Page(
         several if len(runs) > 1 else "What was trained, and what was promised?",
         [_runs_answer(runs)],
         runs,
         runs_table(runs),
         course_figures(runs),
-        [Panel("The runs of this report", tuple(map(tuple, rows)))] if rows else [],
+        [Panel("The runs of this report", tuple(map(tuple, rows)), told)] if rows else [],
         commands=[facts(run) for run in runs],
     )
 
@@ -199,7 +200,9 @@ def save_page(path: Path, html: str) -> None:
         raise UserError(f"The report {path} was not saved: {error.strerror}.") from None
 
 
-def save_report(path: Path, folders: Sequence[Path], *, panel_images: int = 4) -> Page:
-    page = runs_page(gather(folders), panel_images=panel_images)
+def save_report(
+    path: Path, folders: Sequence[Path], *, panel_images: int = 4, maps: str = AUTO
+) -> Page:
+    page = runs_page(gather(folders), panel_images=panel_images, maps=maps)
     save_page(path, page_html(page))
     return page

@@ -14,12 +14,14 @@ from PIL import Image
 
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
+from xcal.explain.choosing import AUTO
 from xcal.explain.overlay import overlay, picture
 from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.preflight import why_unexplained
 from xcal.federation.setup import may_measure
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
+from xcal.report.mapping import map_of_run
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
 from xcal.report.runs import load_data, load_run
 from xcal.report.words import NOTHING, Table, epsilon_text
@@ -253,12 +255,14 @@ class Tile:
     verdict: str  # right, wrong or nothing
 
 
-def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
-    """One row an image: the image, then every run's map over it, on one scale."""
+def panel_rows(
+    runs: Sequence[RunView], count: int = 4, maps: str = AUTO
+) -> tuple[list[list[Tile]], str]:
+    """One row an image: the image, every run's map over it, on one scale; how maps were made."""
     entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
     runs, entries = _explained(runs, entries)
     if not entries:
-        return []
+        return [], ""
     first = entries[0].run
     like = [
         (r, e)
@@ -268,11 +272,15 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
     ]
     # Images of a real population are shown only where somebody agreed to it, in every run.
     if not all(may_measure(entry.run.experiment) for _, entry in like):
-        return []
+        return [], ""
     images = choose_images(load_data(first).test, count, len(first.classes))
     if not len(images):
-        return []
-    views = [image_views(entry.run, images) for _, entry in like]
+        return [], ""
+    choices = [map_of_run(entry.run, maps) for _, entry in like]
+    views = [
+        image_views(entry.run, images, choice.method)
+        for (_, entry), choice in zip(like, choices, strict=True)
+    ]
     peak = shared_peak(views)
     colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
     side = max(128, images.pixels.shape[1])
@@ -292,7 +300,8 @@ def panel_rows(runs: Sequence[RunView], count: int = 4) -> list[list[Tile]]:
                 )
             )
         rows.append(row)
-    return rows
+    told = (f"{run.name}: {c.sentence()}" for (run, _), c in zip(like, choices, strict=True))
+    return rows, " ".join(told)
 
 
 def _explained(

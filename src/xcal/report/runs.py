@@ -28,6 +28,7 @@ class LoadedRun(NamedTuple):
     experiment: Experiment
     model: nn.Module
     classes: tuple[str, ...]
+    folder: Path | None = None
 
 
 def load_run(folder: Path) -> LoadedRun:
@@ -61,7 +62,7 @@ def load_run(folder: Path) -> LoadedRun:
             f"The weights in {path} do not fit the network {experiment.network!r} as it is built"
             " now: use the version of the code that the run's card.md names."
         ) from None
-    return LoadedRun(experiment, model.eval(), tuple(classes))
+    return LoadedRun(experiment, model.eval(), tuple(classes), folder)
 
 
 def load_data(

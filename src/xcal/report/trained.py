@@ -15,7 +15,6 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from xcal.config import Experiment
-from xcal.data import catalog
 from xcal.data.decode import Square, as_rgb, squared, strict_decoding, to_eight_bits
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
@@ -27,6 +26,7 @@ from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
 from xcal.federation.given_objects import objects_of
 from xcal.federation.outcome import public_subset
+from xcal.federation.setup import validation_is_public
 from xcal.metrics.temperature import confidences, fit_temperature
 from xcal.plugins import given
 from xcal.report.chosen_images import read_picture
@@ -186,7 +186,7 @@ def public_validation(run: LoadedRun) -> Images:
     somebody agreed to it (`public_validation`).
     """
     experiment = run.experiment
-    if not (experiment.public_validation or catalog.is_public(experiment.data)):
+    if not validation_is_public(experiment):
         raise UserError(
             f"nobody agreed that the validation images of {experiment.data} are public"
             " (public_validation)."

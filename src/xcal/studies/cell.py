@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
-from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.road import RoadSettings, road
 from xcal.federation.constants import with_constants
 from xcal.federation.coordinator import Diverged
 from xcal.federation.files import FolderBusy, read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
+from xcal.federation.outcome import map_for
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.models.model_registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
@@ -190,7 +191,9 @@ def measure(
         return values
     chosen = explained_subset(test.groups, explained)
     inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
-    scores = road(model, inputs, gradcam_maps(model, inputs), RoadSettings())
+    choice = map_for(experiment, model, lambda: data.validation, experiment.maps)
+    maps = make_maps(model, inputs, method=choice.method)
+    scores = road(model, inputs, maps, RoadSettings())
     values |= {
         "road": _rounded(scores.road),
         "road_logit_percent": _rounded(scores.road_logit_percent, 3),
@@ -198,6 +201,8 @@ def measure(
         "road_scores": pack(np.round(scores.scores / ROAD_STEP).astype(np.int16)),
         "constant_maps": scores.constant_maps,
     }
+    if choice.method != DEFAULT:
+        values["map_method"] = choice.method
     return values | (further(model, federation) if further is not None else {})
 
 
