@@ -1,8 +1,8 @@
 """Builds the documentation site: python docs/make_site.py --out site
 
 Pages of docs/ and of the root, notebooks, and a reference made of docstrings, keys and commands,
-put together in a folder of their own and built by mkdocs-material (extra `docs`), where every warning
-is an error. The site needs no network, also not when it is opened as files.
+put together in a folder of their own and built by mkdocs-material (extra `docs`), where every
+warning is an error. The site needs no network, also not when it is opened as files.
 """
 
 from __future__ import annotations
