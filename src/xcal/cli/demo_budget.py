@@ -59,8 +59,7 @@ def budget_part(console: Console, out: Path) -> list[str]:
     _kill(console, file, run, sites)
     told.append(_resumed(console, run, sites))
 
-    again = {**keys, "seed": 1}
-    told.append(_refused(console, folder / "again", again, sites[0]))
+    told.append(_refused(console, folder / "again", keys, sites[0]))
     console.print(f"What a hospital sees of all this: `xcal site show {sites[0]}`.", soft_wrap=True)
     return told
 
