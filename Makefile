@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo wheel static test test-slow test-audit test-faults test-web test-federation bench clean
+.PHONY: help install demo docs wheel static test test-slow test-audit test-faults test-web test-federation bench clean
 
 help:
-	@echo "make demo     train four methods on embedded data and compare them (some minutes)"
+	@echo "make demo     a private step timed, methods at one ε, a budget that holds (some minutes)"
 	@echo "make test     formatter, linter, types, imports, tests"
 	@echo "make test-slow  what takes longer: whole studies, a clean install of the wheel, networks of real size"
 	@echo "make test-federation   Flower and NVIDIA FLARE, with real processes (70 minutes on busy cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-audit   attacks on every method, and on mechanisms broken on purpose (the latter 14 minutes)"
 	@echo "make test-web the report in a real browser (Chromium)"
 	@echo "make bench    step times against peers"
+	@echo "make docs     the documentation site, in site/ (no network to read it)"
 	@echo "make wheel    dist/xcal_fl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
 
@@ -29,8 +30,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED)
 
 demo: install
-	@echo "== Demo: four methods, one federation, one ε (runs/demo) =="
+	@echo "== Demo: speed, methods, budget (runs/demo) =="
 	@$(BIN)/xcal demo --out runs/demo
+
+# Warnings are errors, and so is anything that a page would fetch.
+docs: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python docs/make_site.py --out site
 
 wheel: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
@@ -84,4 +90,4 @@ bench: install
 	@$(BIN)/python benchmarks/step_times.py
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

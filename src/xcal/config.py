@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -345,6 +346,13 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def decimal_point(value: object) -> str:
+    """' Did you mean 0.5?' of '0,5', else the empty string."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d+,\d+(e-?\d+)?", value.strip()):
+        return f" Did you mean {value.strip().replace(',', '.')}?"
+    return ""
+
+
 def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values under the names that keys have today; of two names of one key the later counts."""
     found: dict[str, Any] = {}
@@ -364,7 +372,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The experiment file {path} is not valid TOML: {error}.") from None
+        meant = re.search(r"^\s*[\w-]+\s*=\s*(-?\d+,\d+)\s*(?:#.*)?$", text, re.MULTILINE)
+        hint = decimal_point(meant[1]) if meant else ""
+        raise UserError(f"The experiment file {path} is not valid TOML: {error}.{hint}") from None
     for old, new in RENAMED.items():
         if old in values and new in values:
             raise UserError(

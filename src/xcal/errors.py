@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from xcal.version import VERSION
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for an extra that is missing, from the wheel and in a clone."""
+    return (
+        f"pip install 'xcal_fl-{VERSION}-py3-none-any.whl[{extra}]' from the wheel, or pip install"
+        f" -c constraints.txt -e '.[{extra}]' in a clone"
+    )
+
 
 class UserError(Exception):
     """Something the user gave is wrong: one sentence that says what, where and what to do.

@@ -15,6 +15,7 @@ from xcal.config import (
     BEFORE_THE_KEY,
     RENAMED,
     Experiment,
+    decimal_point,
     names_of_today,
     nearest,
     parse_set,
@@ -91,16 +92,18 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
     for key in values:
         if key not in known:
             raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), known)}")
+    given = set(values)
     values = with_preset(values, where)
     try:
         made = kind(**values)
+        made.model_fields_set.intersection_update(given)  # what a preset filled in was not given
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"][:1]) or "?"
         what = first["msg"][:1].lower() + first["msg"][1:]
         raise UserError(
             f"{key} = {values.get(key)!r} in {where} is not accepted: {what}"
-            f" ({kind.model_fields[key].description})."
+            f" ({kind.model_fields[key].description}).{decimal_point(values.get(key))}"
         ) from None
     if (made.public_validation is True) != bool((made.public_validation_by or "").strip()):
         raise UserError(

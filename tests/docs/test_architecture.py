@@ -9,7 +9,7 @@ import tomllib
 from support import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-FILE = re.compile(r"(?<![\w/.])\w+\.(?:py|html|json|csv\.gz)\b")
+FILE = re.compile(r"(?<![\w/.])\w+\.(?:py|html|json|csv(?:\.gz)?)\b")
 
 
 def shown() -> set[str]:

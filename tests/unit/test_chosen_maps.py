@@ -10,7 +10,7 @@ import pytest
 
 import xcal
 from support import TINY, sets
-from xcal.cli.main import main
+from xcal.cli.app import main
 from xcal.config import Experiment
 from xcal.experiments import make_experiment
 from xcal.explain.choosing import MAPS

@@ -119,4 +119,4 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     code, _, complaint = call("export", run, "--to", "onnx")
-    assert code == 2 and "xcal-fl[export]" in complaint
+    assert code == 2 and ".whl[export]" in complaint and "'.[export]'" in complaint

@@ -41,7 +41,7 @@ def test_the_page_is_whole_and_asks_for_nothing(page: Page) -> None:
     assert not re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]+", own)
     assert "https://" not in own and "http://" not in own
     for words in (
-        "What was trained, and what was promised?",
+        "What came out, and what was promised?",
         "What is promised",
         "Each client&#39;s budget as it was spent",
         "Where the models look",

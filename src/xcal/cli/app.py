@@ -25,6 +25,7 @@ from xcal.cli import (
     study,
 )
 from xcal.cli.interrupts import INTERRUPTED, interrupted, noting
+from xcal.config import decimal_point
 from xcal.errors import UserError
 from xcal.plugins import blamed
 
@@ -74,6 +75,12 @@ def main(commands: typer.Typer | None = None, name: str = "xcal") -> None:
     with noting():
         try:
             (commands or app)()
+        except SystemExit as end:
+            if end.code == 2:  # an option that is not accepted
+                for word in sys.argv[1:]:
+                    if hint := decimal_point(word.rpartition("=")[2]):
+                        typer.echo(f"{name}:{hint}", err=True)
+            raise
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, KeyboardInterrupt) or interrupted():
                 typer.echo(f"\n{name}: interrupted.", err=True)

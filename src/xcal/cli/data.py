@@ -23,7 +23,7 @@ def import_command(
     ),
     name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
     kind: str = typer.Option(
-        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv or folders."
+        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom."
     ),
     pixels: int = typer.Option(128, help="Side of the square images that are kept."),
     task: str | None = typer.Option(None, help="What to tell apart, where a set has several."),

@@ -1,8 +1,9 @@
-"""`xcal demo`: four methods, one federation, one table."""
+"""`xcal demo`: what the package is for, in three parts, on embedded data."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,104 +11,169 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from xcal.cli import demo_budget, demo_speed
 from xcal.cli.interrupts import interruptible
+from xcal.config import nearest
 from xcal.errors import UserError
 
-METHODS = ("fl", "fl-dp", "xcal-paper", "xcal")
-# Without clipping a gradient is larger, so plain federated learning has a learning rate of its own.
+METHODS: dict[str, str] = {
+    "fl": "FedAvg, nothing private",
+    "fl-dp": "DP-SGD, one noise level",
+    "adaptive-clip": "DP-SGD, clipping norm follows a quantile",
+    "xcal": "DP-SGD, explanations move the noise",
+}
 SETTINGS: dict[str, Any] = {
     "clients": 3,
     "unit": "record",
+    "pixels": 32,
     "rounds": 8,
     "epsilon": 5.0,
+    "expected_batch_size": 128,
+    "lr": 2.0,
+    "average": 0.3,
     "seed": 0,
     "threads": 1,  # so that the table is the same everywhere
-    "road_images": 16,
-    "road_test_images": 100,
+    "validation_images": 300,
+    "road_images": 0,
+    "road_test_images": 60,
 }
-PLAIN_LR = 0.3
+PLAIN_LR = 0.3  # without clipping a gradient is larger
 REPORT = "report.html"
+PANEL = "panel.png"
+MADE = (*METHODS, REPORT, PANEL)
 
 
 def demo_command(
-    out: Path = typer.Option(Path("runs/demo"), help="Where the four runs go."),
+    part: str | None = typer.Argument(None, help="speed, methods or budget; all if not given."),
+    out: Path = typer.Option(Path("runs/demo"), help="Where what it makes goes."),
     fresh: bool = typer.Option(False, "--fresh", help="Remove what an earlier demo left there."),
 ) -> None:
-    """Train fl, fl-dp, xcal-paper and xcal on the embedded data at one ε, and compare them."""
+    """A private step timed; methods compared at one ε; a budget that holds. Minutes, no network."""
+    if part is not None and part not in PARTS:
+        raise UserError(
+            f"The demo has no part {part!r}.{nearest(part, tuple(PARTS))} It has"
+            f" {', '.join(PARTS)}; without a name it shows all of them."
+        )
+    console = Console(highlight=False)
+    if fresh and out.exists():
+        if any(p.name not in MADE and not p.name.startswith("budget") for p in out.iterdir()):
+            raise UserError(f"{out} holds other things than a demo: remove it by hand.")
+        shutil.rmtree(out)
+    wanted = tuple(PARTS) if part is None else (part,)
+    seen: list[str] = []
+    for number, name in enumerate(wanted, start=1):
+        title, show = PARTS[name]
+        place = f"{number} of {len(wanted)}: " if len(wanted) > 1 else ""
+        console.print(f"\n[bold]{place}{title}[/bold] (xcal demo {name})")
+        seen += show(console, out)
+    if len(wanted) > 1:
+        console.print("\n[bold]What was shown[/bold]")
+        for line in seen:
+            console.print(f"  • {line}", soft_wrap=True)
+    if "methods" in wanted:
+        console.print(
+            f"The page with figures to touch: {out / REPORT}\nWhat the models look at:"
+            f" {out / PANEL}",
+            soft_wrap=True,  # a path stays one word
+        )
+
+
+def methods_part(console: Console, out: Path) -> list[str]:
+    """A federation trained by several methods at one ε, its page and what the models look at."""
+    from xcal.report.panel import save_panel
+    from xcal.report.report import save_report
+
+    console.print(
+        f"{SETTINGS['clients']} clients train on synthetic blood smears, {len(METHODS)} times:"
+        f" once without privacy, then at (ε, δ) = ({SETTINGS['epsilon']:g}, 1e-05) per image."
+    )
+    results = {}
+    for method, what in METHODS.items():
+        console.print(f"\n[bold]{method}[/bold]: {what}")
+        results[method] = _trained(console, out, method)
+    console.print()
+    console.print(comparison(results))
+    console.print(
+        "macro F1: mean over classes, test images. ROAD: how faithful Grad-CAM is, −0.5 to 0.5,"
+        " 95 % interval. ε proved: holds for what ran, whatever came before."
+        " ε spent: the client that spent most, by its ledger."
+    )
+    runs = [out / method for method in METHODS]
+    console.print("Drawing what each model looks at, and the page …")
+    save_panel(out / PANEL, [run for run in runs if results[run.name]["road"] is not None], 3)
+    save_report(out / REPORT, runs, panel_images=2)
+    return _findings(results)
+
+
+def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
     from xcal.cli.show import LiveProgress
     from xcal.data.watch import watched
     from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
     from xcal.federation.setup import prepare
-    from xcal.report.report import save_report
 
-    console = Console()
-    if fresh and out.exists():
-        if any(p.name not in (*METHODS, REPORT) for p in out.iterdir()):
-            raise UserError(f"{out} holds other things than a demo: remove it by hand.")
-        shutil.rmtree(out)
-    console.print(
-        f"A federation of {SETTINGS['clients']} clients trains on synthetic blood smears, four"
-        f" times: without privacy, then with three methods at (ε, δ) = ({SETTINGS['epsilon']:g},"
-        " 1e-05) per image."
-    )
-    results = {}
-    for method in METHODS:
-        values = {"method": method, **SETTINGS, **({"lr": PLAIN_LR} if method == "fl" else {})}
-        folder = out / method
-        console.print(f"\n[bold]{method}[/bold]")
-        if (folder / "run.json").exists():
-            console.print(f"Continuing what stands in {folder}.")
-            run = RunFolder.find(folder)
-            federation = None
-        else:
-            with LiveProgress(console) as shown, watched(shown.draw):
-                federation = prepare(make_experiment(values))
-            run = RunFolder.create(folder, federation.experiment, sorted(values))
-        again = f"`xcal demo --out {out}` goes on from here."
-        with interruptible(console, again), LiveProgress(console, method) as progress:
-            results[method] = run_experiment(run, progress, federation)
-    console.print()
-    console.print(comparison(results))
-    console.print(
-        "macro F1: mean over classes on the test images. ROAD: how faithful the explanations are,"
-        " from −0.5 to 0.5, on 100 of them. ε proved: for what ran. ε paper: by the"
-        " paper's own accounting. σ: mean noise multiplier over all steps."
-        f"\nEach run's ledger, statement and traces are in {out}/<method>; try"
-        f" `xcal ledger verify {out}/xcal`."
-    )
-    save_report(out / REPORT, [out / method for method in METHODS])
-    console.print(
-        f"The same on one page, with figures to touch and what each model looks at: {out / REPORT}",
-        soft_wrap=True,  # a path stays one word
-    )
+    values = {"method": method, **SETTINGS, **({"lr": PLAIN_LR} if method == "fl" else {})}
+    folder = out / method
+    federation = None
+    if (folder / "run.json").exists():
+        console.print(f"Continuing what stands in {folder}.")
+        run = RunFolder.find(folder)
+    else:
+        with LiveProgress(console) as shown, watched(shown.draw):
+            federation = prepare(make_experiment(values))
+        run = RunFolder.create(folder, federation.experiment, sorted(values))
+    again = f"`xcal demo methods --out {out}` goes on from here."
+    with interruptible(console, again), LiveProgress(console, method) as progress:
+        return run_experiment(run, progress, federation)
 
 
-def comparison(results: dict[str, dict[str, Any]]) -> Table:
+def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row a method."""
     from xcal.cli.show import epsilon_text, number
 
-    table = Table(title="One federation, four methods", title_justify="left")
+    title = f"One federation, {len(results)} methods, one ε"
+    table = Table(title=title, title_justify="left")
     table.add_column("method", no_wrap=True)
-    for name in (
-        "macro F1",
-        "ROAD",
-        "ε proved",
-        "ε paper",
-        "mean σ",
-        "steps",
-        "seconds",
-    ):
+    for name in ("macro F1", "ROAD", "ε proved", "ε spent", "mean σ", "steps", "seconds"):
         table.add_column(name, justify="right")
     for method, result in results.items():
+        between = result.get("road_interval")
+        interval = "" if between is None else f" [{between[0]:.2f}, {between[1]:.2f}]"
         table.add_row(
             method,
             number(result["macro_f1"]),
-            number(result["road"]),
+            number(result["road"], 2) + interval,
             epsilon_text(result["epsilon_target"], result["epsilon_nominal"]),
-            number(result["epsilon_paper"], 2),
-            number(result["mean_sigma"]),
+            number(_spent(result), 2, "∞"),
+            number(result["mean_sigma"], 2),
             str(sum(c["steps"] for c in result["clients"])),
             number(result["seconds"], 0),
         )
     return table
+
+
+def _spent(result: Mapping[str, Any]) -> float | None:
+    spent = [c["epsilon_spent"] for c in result["clients"]]
+    return None if None in spent else max(spent, default=None)
+
+
+def _findings(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    private = {m: r for m, r in results.items() if r["epsilon_target"] is not None}
+    plain = results.get("fl")
+    if not private or plain is None:
+        return []
+    best = max(private, key=lambda m: private[m]["macro_f1"])
+    text = (
+        f"macro F1 {private[best]['macro_f1']:.2f} at ε = {SETTINGS['epsilon']:g} ({best}),"
+        f" {plain['macro_f1']:.2f} without privacy; one seed ranks no methods"
+    )
+    return [text]
+
+
+Part = Callable[[Console, Path], list[str]]
+PARTS: dict[str, tuple[str, Part]] = {
+    "speed": ("what a private step costs", demo_speed.speed_part),
+    "methods": ("a federation, trained at one ε", methods_part),
+    "budget": ("a budget that holds: refusals, kill -9", demo_budget.budget_part),
+}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -117,3 +120,57 @@ def plan_command(
         )
     for warning in made.warnings:
         console.print(f"Beware: {warning}")
+    show_reached(console, made.sigma_ref / batch)
+
+
+def reached() -> list[dict[str, str]]:
+    """What static noise reached on public sets, one row a setting (`docs/make_reached.py`)."""
+    text = files("xcal.cli").joinpath("reached.csv").read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+LEARNT = 0.55  # mean AUROC; 0.5 is chance
+
+
+def show_reached(console: Console, noise: float) -> None:
+    """The settings whose noise was nearest to the plan's, and a warning where they learnt nothing.
+
+    Noise is compared as σ/B: what is added to the mean of clipped gradients, in units of C.
+    """
+    rows = reached()
+    there = sorted({float(row["noise"]) for row in rows})
+    nearest = min(there, key=lambda one: abs(math.log(one / noise)))
+    near = [row for row in rows if 0.5 <= float(row["noise"]) / nearest <= 2]
+    sets = sorted({row["data"] for row in near})
+    table = Table(
+        title=f"Macro F1 (AUROC) that static noise like this, σ/B = {noise:.2g}, reached here",
+        title_justify="left",
+    )
+    for name in ("what trained", "ε, unit", "σ/B", "n", *sets):
+        table.add_column(name, justify="left" if name == "what trained" else "right")
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in near:
+        noisy = f"{float(row['noise']):.2g}"
+        key = (row["network"], f"{float(row['epsilon']):g}, {row['unit']}", noisy, row["units"])
+        cell = f"{float(row['macro_f1']):.2f} ({float(row['auroc']):.2f})"
+        lines.setdefault(key, {})[row["data"]] = cell
+    for key, cells in lines.items():
+        table.add_row(*key, *(cells.get(name, "–") for name in sets))
+    console.print(table)
+    console.print(
+        "Three clients of about n units, 64 pixels, 10 rounds, 1 to 5 seeds: docs/results.md."
+    )
+    lost = [row for row in near if float(row["auroc"]) < LEARNT]
+    if lost:
+        which = "; ".join(f"{row['network']} on {row['data']}" for row in lost)
+        console.print(
+            f"Beware: nothing was learnt there by training {which} (AUROC below {LEARNT:g})."
+            " Published weights whose head trains, larger batches, more units or a larger ε help."
+        )
+    if noise > 2 * there[-1]:
+        console.print(
+            f"Beware: the plan's noise is {noise / there[-1]:.0f} times the largest that was"
+            " tried here: nothing says that it leaves anything to learn."
+        )
+    elif noise < there[0] / 2:
+        console.print("The plan's noise is below all that was tried here.")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,9 +15,35 @@ from rich.console import Console
 
 from xcal.cli.interrupts import interruptible
 from xcal.config import nearest
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 
 ENGINES = ("local", "flower")
+GRACE = 5.0  # seconds in which a browser fetches the finished page
+
+
+@contextmanager
+def _shown(console: Console, folder: Path, watch: bool) -> Iterator[None]:
+    """Within, a process of its own serves the run's page: training forks, and has no threads."""
+    if not watch:
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xcal", "report", "--live", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if said:
+            console.print(said, soft_wrap=True, highlight=False)
+        yield
+        if process.poll() is None:
+            time.sleep(GRACE)
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def run_command(
@@ -32,6 +63,9 @@ def run_command(
     client_cpus: float = typer.Option(1.0, help="flower: CPUs for one client."),
     client_gpus: float = typer.Option(0.0, help="flower: GPUs for one client, or a share of one."),
     ray_address: str | None = typer.Option(None, help="flower: a Ray cluster's address."),
+    watch: bool = typer.Option(
+        False, "--watch", help="Also show it in the browser while it trains, on this machine only."
+    ),
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
@@ -47,7 +81,7 @@ def run_command(
     if engine == "flower" and workers is not None:
         raise UserError("--workers is for the local engine: with flower, give --client-cpus.")
     if engine == "flower" and find_spec("flwr") is None:
-        raise UserError("The engine flower is not installed: pip install 'xcal-fl[flower]'.")
+        raise UserError(f"The engine flower is not installed: {how_to_install('flower')}.")
     console = Console(markup=False, emoji=False)
     federation = None
     if resume is not None:
@@ -72,9 +106,19 @@ def run_command(
             made = found
         with LiveProgress(console) as shown, watched(shown.draw):
             federation = prepare(made)
+        fits = federation.experiment.expected_batch_size
+        if fits != made.expected_batch_size:
+            console.print(
+                f"expected_batch_size = {fits} instead of the preset's {made.expected_batch_size}:"
+                " at most a third of the units of the smallest client."
+            )
         folder = RunFolder.create(out, federation.experiment, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
-    with interruptible(console, again), LiveProgress(console) as progress:
+    with (
+        _shown(console, folder.path, watch),
+        interruptible(console, again),
+        LiveProgress(console) as progress,
+    ):
         if engine == "flower":
             from xcal.federation.flower.simulation import Resources, run_on_flower
 

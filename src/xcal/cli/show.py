@@ -157,6 +157,8 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
     console.print(
         f"Test macro F1 {number(result['macro_f1'])}, {promise}, {result['noise'] or 'no'} noise."
     )
+    for text in result.get("notices", ()):  # new in 0.1
+        console.print(f"Beware: {text}", highlight=False)
     between = result.get("road_interval")
     if between is not None:
         console.print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,25 +16,52 @@ from xcal.data.decode import (
     Square,
     decode_image,
     is_dicom_name,
+    is_image_name,
     squared,
     to_eight_bits,
 )
 from xcal.data.listing import somebody
 from xcal.data.source_files import BadFile, Files
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
+
+
+def is_dicom(files: Files, name: str) -> bool:
+    """Whether a file is DICOM by its ending, or by its first bytes where no ending says other."""
+    if is_image_name(name):
+        return is_dicom_name(name)
+    return files.head(name, 132)[128:] == b"DICM"
+
+
+def is_image(files: Files, name: str) -> bool:
+    """Whether a file is one that `decode_file` reads."""
+    return is_image_name(name) or is_dicom(files, name)
+
+
+class OnlyDicom:
+    """The DICOM files of a set and its tables, as if there were no others."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.sizes: Mapping[str, int] = {
+            name: size
+            for name, size in files.sizes.items()
+            if name.lower().endswith((".csv", ".tsv")) or is_dicom(files, name)
+        }
+        self.read, self.head = files.read, files.head
+        self.fingerprint, self.close = files.fingerprint, files.close
 
 
 def decode_file(files: Files, name: str, pixels: int) -> tuple[Square, tuple[int, int]]:
     """Read and decode one image file of any kind; raises `BadFile`."""
     data = files.read(name)
-    if is_dicom_name(name):
+    if is_dicom_name(name) or not is_image_name(name):  # which is then one by its first bytes
         return decode_dicom(data, pixels)
     return decode_image(data, name, pixels)
 
 
 def patient_of_file(files: Files, name: str) -> str | None:
     """The patient that the file itself names; None where it or its format names nobody."""
-    if not is_dicom_name(name):
+    if not is_dicom_name(name) and is_image_name(name):
         return None
     try:
         header = _read(files.read(name), header_only=True)
@@ -121,9 +148,7 @@ def _read(data: bytes, *, header_only: bool) -> Any:
         import pydicom
         from pydicom.errors import InvalidDicomError
     except ImportError as error:
-        raise UserError(
-            "Reading DICOM files needs the extra 'dicom': pip install 'xcal-fl[dicom]'."
-        ) from error
+        raise UserError(f"Reading DICOM files needs pydicom: {how_to_install('dicom')}.") from error
     try:
         return pydicom.dcmread(io.BytesIO(data), stop_before_pixels=header_only)
     except InvalidDicomError as error:

@@ -8,12 +8,11 @@ from functools import cache
 from importlib.resources import files as packaged
 from pathlib import PurePosixPath
 
-from xcal.data.decode import is_image_name
-from xcal.data.dicom import decode_file, patient_of_file
+from xcal.data.dicom import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import ColumnChoice, Listing, Record, Split, alone
 from xcal.data.source_files import Files
-from xcal.data.table import people_beside
+from xcal.data.table import passed_over, people_beside
 from xcal.errors import UserError
 
 _SPLIT_OF_FOLDER: dict[str, Split] = {
@@ -129,9 +128,12 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
     any of the usual spellings) is a split; the first other folder is the class. Whose the images
     are, a DICOM header says, or a CSV beside them.
     """
-    images = [n for n in files.sizes if is_image_name(n)]
+    images = [n for n in files.sizes if is_image(files, n)]
+    why = "".join(f" {note}" for note in passed_over(files, choice))
     if not images:
-        raise UserError("No image was found; PNG, JPEG, BMP, GIF, TIFF, WebP and DICOM are read.")
+        raise UserError(
+            f"No image was found; PNG, JPEG, BMP, GIF, TIFF, WebP and DICOM are read.{why}"
+        )
     placed = _without_common(images)
     found: list[tuple[str, str, Split | None]] = []
     stray = []
@@ -148,12 +150,13 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         raise UserError(
             f"{len(stray)} of {len(images)} images ({stray[0]} is the first) lie in no class "
             "folder; put every image into a folder named by its class, or give a CSV with the "
-            "columns path and label (--path-column, --label-column)."
+            f"columns path and label (--path-column, --label-column).{why}"
         )
     classes = tuple(sorted({cls for _, cls, _ in found}))
     if len(classes) < 2:
         raise UserError(
             f"All images lie in one class folder ({classes[0]}); at least two classes are needed."
+            f"{why}"
         )
     if len({split is None for _, _, split in found}) == 2:
         raise UserError("Some images lie in train or test folders and some in none.")
@@ -183,7 +186,8 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         )
         for image, cls, split in found
     )
-    others = len(files.sizes) - len(images) - told.tables
+    unread = passed_over(files, choice, told.tables)
+    others = len(files.sizes) - len(images) - len(told.tables) - len(unread)
     left = (f"{others} files that are not images were left aside.",) if others else ()
     return Listing(
         kind="folders",
@@ -194,7 +198,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         license="unknown",
         records=records,
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
-        notes=(*told.notes, *left),
+        notes=(*told.notes, *unread, *left),
         repeating=told.repeating,
     )
 

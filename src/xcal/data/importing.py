@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from xcal.data import image_store as store
 from xcal.data.chestxray import chest_xray, find_entries
 from xcal.data.decode import strict_decoding
+from xcal.data.dicom import OnlyDicom, is_dicom
 from xcal.data.folders import blood_cells, class_folders, is_blood_cells
 from xcal.data.image_store import DatasetInfo, SplitCounts
 from xcal.data.isic import find_diagnoses, isic
@@ -26,7 +27,7 @@ from xcal.data.source_files import BadFile, Files, FolderFiles, open_files
 from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError
 
-Kind = Literal["auto", "blood-cells", "chest-xray14", "isic", "medmnist", "csv", "folders"]
+Kind = Literal["auto", "blood-cells", "chest-xray14", "isic", "medmnist", "csv", "folders", "dicom"]
 Progress = Callable[[int, int], None]
 """Called with the number of images done and the number of all images."""
 
@@ -171,6 +172,14 @@ def recognize(
         raise UserError(f"{path} is not an .npz file, which kind 'medmnist' reads.")
     # A table that the user points at is the one to read, whatever else lies beside it.
     given = path.name if _is_table(path) else None
+    if kind == "dicom":
+        files = OnlyDicom(files)
+        if not any(is_dicom(files, name) for name in files.sizes):
+            raise UserError(f"{path} holds no DICOM file, by ending or by first bytes.")
+        table = given or find_labeled_table(files, columns)
+        if table is not None:
+            return labeled_table(files, table, plain_name, columns)
+        return class_folders(files, plain_name, columns)
 
     def is_it(table: str | None) -> bool:
         return kind == "auto" and table is not None and given in (None, table)

@@ -35,6 +35,9 @@ class Files(Protocol):
     def read(self, name: str) -> bytes:
         """All bytes of one file; `BadFile` where it is empty, too large or damaged."""
 
+    def head(self, name: str, count: int) -> bytes:
+        """The first bytes of one file, as many as there are; none where it cannot be read."""
+
     def fingerprint(self) -> str:
         """A hash of all names and contents; a zip and its unpacked folder have the same one."""
 
@@ -93,6 +96,13 @@ class FolderFiles:
         except OSError as error:
             raise BadFile(f"cannot be read ({error.strerror})") from error
 
+    def head(self, name: str, count: int) -> bytes:
+        try:
+            with (self._root / name).open("rb") as file:
+                return file.read(count)
+        except OSError:
+            return b""
+
     def fingerprint(self) -> str:
         checksums = []
         for name, size in self.sizes.items():
@@ -108,6 +118,9 @@ class FolderFiles:
 
     def close(self) -> None:
         pass
+
+
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
 
 
 class ZipFiles:
@@ -158,8 +171,15 @@ class ZipFiles:
             with self._zip.open(entry) as file:
                 # zipfile never gives more than the declared size; damage fails its checksum.
                 return file.read()
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError) as error:
+        except _DAMAGED as error:
             raise BadFile(f"is damaged inside the zip ({error})") from error
+
+    def head(self, name: str, count: int) -> bytes:
+        try:
+            with self._zip.open(self._entries[name]) as file:
+                return file.read(count)
+        except _DAMAGED:
+            return b""
 
     def fingerprint(self) -> str:
         return _fingerprint([(n, e.file_size, e.CRC) for n, e in self._entries.items()])

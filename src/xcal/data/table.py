@@ -6,8 +6,7 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xcal.data.decode import is_image_name
-from xcal.data.dicom import decode_file, patient_of_file
+from xcal.data.dicom import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
     ColumnChoice,
@@ -109,8 +108,8 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
         # Only files that were found below the folder can be named: no path leads outside it.
         if path not in files.sizes:
             missing.append((given or f"line {number}", f"is named in {table} but not there"))
-        elif not is_image_name(path):
-            missing.append((given, "is not named as an image"))
+        elif not is_image(files, path):
+            missing.append((given, "is neither named as an image nor DICOM by its first bytes"))
         elif path in seen:
             missing.append((given, f"is named twice in {table}"))
         elif not label:
@@ -156,7 +155,8 @@ class People:
     of: dict[str, str]
     group_name: str | None = None
     """None: no table says anything."""
-    tables: int = 0
+    tables: tuple[str, ...] = ()
+    """Those that say something."""
     notes: tuple[str, ...] = ()
     repeating: tuple[str, ...] = ()
 
@@ -173,6 +173,7 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
             by_name[short] = None if short in by_name else image
     there, of = set(images), dict[str, str]()
     names: list[str] = []
+    used: list[str] = []
     notes: list[str] = []
     repeating: list[str] = []
     for table in tables(files):
@@ -186,6 +187,7 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
             group_column = find_group_column(table, rows[0], GROUP_COLUMNS)
         if path_column is not None and group_column is not None:
             names.append(group_name_of(group_column))
+            used.append(table)
             for row in rows:
                 given = posixpath.normpath(row[path_column].replace("\\", "/"))
                 beside = posixpath.normpath(posixpath.join(posixpath.dirname(table), given))
@@ -211,4 +213,30 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
             f"The tables beside the images tell of {' and of '.join(sorted(set(names)))}s: say"
             " which column counts with --group-column."
         )
-    return People(of, names[0] if of else None, len(names), tuple(notes), tuple(repeating))
+    return People(of, names[0] if of else None, tuple(used), tuple(notes), tuple(repeating))
+
+
+def passed_over(files: Files, choice: ColumnChoice, used: Sequence[str] = ()) -> tuple[str, ...]:
+    """Why the tables beside images in class folders, but those `used`, are not read: a sentence."""
+    found = []
+    for table in tables(files):
+        if table in used:
+            continue
+        try:
+            columns = list(read_table(files, table)[0])
+        except UserError as error:
+            found.append(f"{table} was passed over: {error}")
+            continue
+        wanted = (
+            ("path", [choice.path] if choice.path else PATH_COLUMNS),
+            ("label", [choice.label] if choice.label else _LABEL),
+        )
+        lacks = [what for what, names in wanted if find_column(columns, names) is None]
+        options = " and ".join(f"--{what}-column" for what in lacks)
+        found.append(
+            f"{table} was passed over: of its columns ({', '.join(columns)}) none is named as one"
+            f" for {' or '.join(lacks)}; if one is, say which with {options}."
+            if lacks
+            else f"{table} was passed over: import it by --kind csv."
+        )
+    return tuple(found)

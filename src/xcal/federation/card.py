@@ -175,7 +175,7 @@ def _data(
 
 def _own_limits(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     """What is to be feared of this very run."""
-    found = list(statement["warnings"])
+    found = [*map(_plain, result.get("notices", ())), *statement["warnings"]]
     halted = [str(client["id"]) for client in result["clients"] if client["halted"]]
     if halted:
         found.append(f"The budget of client {', '.join(halted)} ended before the last round.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 
 # What of a round's record may be drawn: measured on public images, or released by a client.
 MEASURED = ("validation_macro_f1", "validation_loss", "road_validation", "answered")
@@ -31,9 +31,7 @@ class EventFile:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "Event files need TensorBoard: install it with `pip install 'xcal-fl[loggers]'`."
-            ) from None
+            raise UserError(f"Event files need TensorBoard: {how_to_install('loggers')}.") from None
         try:
             self._writer: Any = SummaryWriter(str(folder))
         except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xcal.config import nearest
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.federation.events import EventFile, scalars_of
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ def check_logger(name: str) -> None:
     kind = LOGGERS[name]
     if find_spec(kind.module) is None:
         raise UserError(
-            f"log = {name!r} needs {kind.module}, which is not installed: pip install"
-            f" 'xcal-fl[{kind.extra}]'."
+            f"log = {name!r} needs {kind.module}, which is not installed:"
+            f" {how_to_install(kind.extra)}."
         )
 
 

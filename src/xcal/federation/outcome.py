@@ -35,6 +35,7 @@ from xcal.federation.evaluation import (
 )
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
+from xcal.federation.notices import notices
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
 from xcal.methods.base import Method, nominal_epsilon
@@ -280,6 +281,7 @@ def finish(
         "server": server,
         "classification": test.metrics(),
         "unmeasured": list(federation.warnings),
+        "notices": notices(test, federation.data.classes, folder.read_lines("rounds.jsonl")),
         "explanations": explanations,
         "rounds": experiment.rounds,
         "threads": about["threads"],

@@ -30,6 +30,7 @@ from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
 from xcal.methods.loss import check_loss
 from xcal.methods.registry import checked_plan, method_of
+from xcal.presets import fitted
 
 DATA_SEED = 0  # the data set is the same for every seed of an experiment
 AGREE = (
@@ -317,6 +318,12 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             "sites names one folder twice: every client needs a site directory of its own."
         )
     declared = _declared(experiment, clients)
+    if new and experiment.preset is not None:
+        counted = [_units(train, shard, experiment.privacy_unit) for shard in parts.shards]
+        fewest = min(known or own for known, own in zip(declared, counted, strict=True))
+        experiment = experiment.model_copy(
+            update=fitted(dict(experiment), experiment.model_fields_set, fewest)
+        )
     plans: list[Plan | None] = []
     for client, shard in enumerate(parts.shards):
         units = _units(train, shard, experiment.privacy_unit)

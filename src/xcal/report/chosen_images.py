@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data.decode import DICOM_ENDINGS, FORMATS, is_dicom_name, is_image_name, strict_decoding
-from xcal.data.dicom import decode_dicom, decode_file
+from xcal.data.dicom import decode_dicom, decode_file, is_image
 from xcal.data.images import Images
 from xcal.data.source_files import BadFile, FolderFiles
 from xcal.errors import UserError
@@ -101,7 +101,8 @@ def _from_folder(folder: Path, pixels: int) -> list[Picture]:
 
 def folder_images(folder: Path) -> list[Path]:
     """All image files in a folder and below, by name."""
-    found = [folder / name for name in FolderFiles(folder).sizes if is_image_name(name)]
+    files = FolderFiles(folder)
+    found = [folder / name for name in files.sizes if is_image(files, name)]
     if not found:
         raise UserError(f"The folder {folder} holds no images ({_known_endings()}).")
     return found

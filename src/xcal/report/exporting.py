@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.explain.inference import predict_logits, undisturbed
 from xcal.report.trained import Trained
 
@@ -100,9 +100,7 @@ def _onnx(trained: Trained, about: str) -> tuple[bytes, Run]:
         import onnx
         import onnxruntime
     except ImportError:
-        raise UserError(
-            "Exporting to ONNX needs the extra 'export': pip install 'xcal-fl[export]'."
-        ) from None
+        raise UserError(f"Exporting to ONNX needs onnx: {how_to_install('export')}.") from None
     with _recording(trained, "onnx"), TemporaryDirectory() as scratch:
         file = Path(scratch) / "model.onnx"
         # The exporter that records, not the one that compiles: measured ten times as fast here,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from xcal.report.run_figures import (
     facts,
     panel_rows,
     read_run,
+    result_figure,
     runs_table,
+    spending_figures,
 )
+from xcal.report.study_view import is_study, study_view
 from xcal.report.words import Table
 from xcal.studies.statistics import Verdict
 
@@ -47,10 +50,23 @@ class Page:
     answers: Sequence[str]
     runs: Sequence[RunView] = ()
     runs_table: Table | None = None
-    run_figures: Sequence[Figure] = ()
+    lead: Figure | None = None  # the one figure beside the answer
+    runs_question: str = "How good is each model?"
+    course_figures: Sequence[Figure] = ()
+    budget_figures: Sequence[Figure] = ()
+    notices: Sequence[str] = ()
     panels: Sequence[Panel] = ()
     absent: str = ""  # whose images are not on this machine
     commands: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def run_figures(self) -> list[Figure]:
+        """All of the runs' figures, in the order they stand on the page."""
+        lead = [] if self.lead is None else [self.lead]
+        return [*lead, *self.course_figures, *self.budget_figures]
+
+
+OnPart = Callable[[str], None]  # what is being done now
 
 
 def gather(folders: Sequence[Path]) -> tuple[RunView, ...]:
@@ -89,32 +105,92 @@ def _named(runs: Sequence[RunView]) -> list[RunView]:
 
 
 def _runs_answer(runs: Sequence[RunView]) -> str:
-    finished = f"{len(runs)} finished run{'s' if len(runs) > 1 else ''}"
-    runs = [r for r in runs if r.result["macro_f1"] is not None]
-    if not runs:
-        return f"{finished}; none was measured on test images."
-    by_method = {r.method: r.result for r in runs}
-    if {"fl-dp", "xcal"} <= set(by_method):
-        gain = by_method["xcal"]["macro_f1"] - by_method["fl-dp"]["macro_f1"]
+    """One sentence: what came out, and what was promised."""
+    if len(runs) == 1:
+        return _run_answer(runs[0])
+    measured = [r for r in runs if r.result["macro_f1"] is not None]
+    if not measured:
+        return f"{len(runs)} finished runs; none was measured on test images."
+    private = [r for r in measured if r.result["epsilon_target"] is not None]
+    plain = [r for r in measured if r.result["epsilon_target"] is None]
+
+    def best(some: Sequence[RunView]) -> RunView:
+        return max(some, key=lambda r: r.result["macro_f1"])
+
+    if not private:
+        top = best(plain)
         return (
-            f"In these single runs `xcal` has a macro F1 {abs(gain):.3f}"
-            f" {'above' if gain >= 0 else 'below'} static noise. One seed decides nothing: run"
-            " `xcal study FILE method=fl-dp,xcal --seeds 5` for paired seeds and intervals."
+            f"{len(runs)} runs: `{top.name}` is best, with macro F1 {top.result['macro_f1']:.3f}."
         )
-    best = max(runs, key=lambda r: r.result["macro_f1"])
-    return f"{finished}; the highest macro F1 is {best.result['macro_f1']:.3f}, of {best.name}."
+    top = best(private)
+    text = (
+        f"With a guarantee `{top.name}` is best, with macro F1 {top.result['macro_f1']:.3f} at ε ="
+        f" {top.result['epsilon_target']:g}"
+    )
+    if plain:
+        other = best(plain)
+        text += f"; without one `{other.name}` reaches {other.result['macro_f1']:.3f}"
+    return f"{text}. One seed decides nothing: `xcal study` compares over several, in pairs."
 
 
-def runs_page(runs: Sequence[RunView], *, panel_images: int = 4, maps: str = AUTO) -> Page:
-    several = "Does noise steered by explanations give better private models than static noise?"
-    rows, told = panel_rows(runs, panel_images, maps) if panel_images else ([], "")
+def _run_answer(run: RunView) -> str:
+    r = run.result
+    promise = "without a guarantee"
+    if r["epsilon_target"] is not None:
+        unit = r["unit"] or "unit"
+        promise = f"at (ε, δ) = ({r['epsilon_target']:g}, {r['delta']:g}) per {unit}"
+    elif r.get("epsilon_client") is not None:
+        promise = f"at ε = {r['epsilon_client']:g} per client, the server trusted"
+    what = f"`{r['method']}` on {r['data']}"
+    if not run.finished:
+        course = [c for x in run.rounds if (c := x.get("validation_macro_f1")) is not None]
+        now = f"; validation macro F1 {course[-1]:.3f}" if course else ""
+        return f"{what} trains {promise}: round {len(run.rounds)} of {r['rounds']} is done{now}."
+    if r["macro_f1"] is None:
+        return f"{what} was trained {promise}, and not measured on test images."
+    return f"{what} reaches macro F1 {r['macro_f1']:.3f} on test images {promise}."
+
+
+def _notices(runs: Sequence[RunView]) -> list[str]:
+    return [
+        f"{run.name}: {text}" if len(runs) > 1 else text
+        for run in runs
+        for text in run.result.get("notices", ())  # new in 0.1
+    ]
+
+
+def runs_page(
+    runs: Sequence[RunView],
+    *,
+    panel_images: int = 4,
+    maps: str = AUTO,
+    progress: OnPart = lambda _: None,
+) -> Page:
+    """One sentence and one figure; then a question a section; details folded."""
+    progress("drawing figures")
+    courses, spent = course_figures(runs), spending_figures(runs)
+    result = result_figure(runs)
+    if result is not None:
+        lead: Figure | None = result
+    else:
+        lead, courses = (courses[0], courses[1:]) if courses else (None, [])
+    finished = all(run.finished for run in runs)
+    rows, told = [], ""
+    if panel_images and finished:
+        progress("drawing where the models look")
+        rows, told = panel_rows(runs, panel_images, maps)
+    several = len(runs) > 1
     return Page(
-        several if len(runs) > 1 else "What was trained, and what was promised?",
+        "What came out, and what was promised?",
         [_runs_answer(runs)],
         runs,
         runs_table(runs),
-        course_figures(runs),
-        [Panel("The runs of this report", tuple(map(tuple, rows)), told)] if rows else [],
+        lead=lead,
+        runs_question="How good is each model?" if several else "How good is the model?",
+        course_figures=courses,
+        budget_figures=spent,
+        notices=_notices(runs),
+        panels=[Panel("The runs of this report", tuple(map(tuple, rows)), told)] if rows else [],
         commands=[facts(run) for run in runs],
     )
 
@@ -124,9 +200,12 @@ def page_html(
     template: str = "report.html",
     folder: Path | None = None,
     figures: Sequence[Figure] = (),
+    live: bool = False,
     **more: Any,
 ) -> str:
     """The page as HTML. Every text from outside is escaped; scripts and images are part of it.
+
+    `live`: it asks the server that it came from for what is new.
 
     A `template` in another `folder` may extend `report.html`, and takes `more`; its own `figures`
     are drawn by the page's script as those of the runs are.
@@ -150,6 +229,7 @@ def page_html(
         plotly=Markup(get_plotlyjs().replace("</script", "<\\/script")) if everything else "",
         light=LIGHT,
         dark=DARK,
+        live=live,
         **more,
     )
 
@@ -201,8 +281,27 @@ def save_page(path: Path, html: str) -> None:
 
 
 def save_report(
-    path: Path, folders: Sequence[Path], *, panel_images: int = 4, maps: str = AUTO
+    path: Path,
+    folders: Sequence[Path],
+    *,
+    panel_images: int = 4,
+    maps: str = AUTO,
+    progress: OnPart = lambda _: None,
 ) -> Page:
-    page = runs_page(gather(folders), panel_images=panel_images, maps=maps)
+    """Runs, or one study of `xcal study`, on a page at `path`."""
+    progress("reading")
+    if len(folders) == 1 and is_study(folders[0]):
+        shown = study_view(folders[0])
+        page = Page(
+            shown.question,
+            [shown.answer],
+            runs_table=shown.table,
+            lead=shown.figure,
+            runs_question="What was measured?",
+            commands=shown.commands,
+        )
+    else:
+        page = runs_page(gather(folders), panel_images=panel_images, maps=maps, progress=progress)
+    progress("writing the page")
     save_page(path, page_html(page))
     return page

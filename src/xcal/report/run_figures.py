@@ -20,6 +20,7 @@ from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.preflight import why_unexplained
 from xcal.federation.setup import may_measure
+from xcal.methods.registry import method_of
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
 from xcal.report.mapping import map_of_run
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
@@ -40,28 +41,54 @@ class RunView:
     rounds: tuple[dict[str, Any], ...]
     trace: tuple[dict[str, Any], ...]
     statement: str
+    opening: tuple[str, ...] = ()  # the statement's first sentences, for a reader in a hurry
+    finished: bool = True
 
     @property
     def method(self) -> str:
         return str(self.result["method"])
 
 
-def read_run(path: Path, name: str) -> RunView:
+def read_run(path: Path, name: str, *, live: bool = False) -> RunView:
+    """A finished run; `live`, also one that still trains, as far as it has come."""
     folder = RunFolder.find(path)
     result = folder.result
-    if result is None:
+    if result is None and not live:
         raise UserError(
-            f"The run in {path} is not finished: continue it with `xcal run --resume {path}`."
+            f"The run in {path} is not finished: continue it with `xcal run --resume {path}`,"
+            f" or watch it with `xcal report --live {path}`."
         )
-    statement = path / "statement.txt"
+    statement, told = path / "statement.txt", path / "statement.json"
+    rounds = tuple(folder.read_lines("rounds.jsonl"))
     return RunView(
         name,
         path,
-        result,
-        tuple(folder.read_lines("rounds.jsonl")),
+        _so_far(folder, rounds) if result is None else result,
+        rounds,
         tuple(folder.read_lines("trace.jsonl")),
         statement.read_text(encoding="utf-8") if statement.exists() else "",
+        tuple(read_json(told).get("opening", ())) if told.exists() else (),
+        result is not None,
     )
+
+
+def _so_far(folder: RunFolder, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a result would say of a run that has none yet."""
+    experiment = folder.experiment
+    private = method_of(experiment).private
+    clients = rounds[-1]["clients"] if rounds else []
+    return {
+        **dict.fromkeys(("macro_f1", "road", "epsilon_paper", "mean_sigma", "seconds")),
+        "method": experiment.method,
+        "data": experiment.data,
+        "network": experiment.network,
+        "epsilon_target": experiment.epsilon if private else None,
+        "epsilon_nominal": None,
+        "delta": experiment.delta if private else None,
+        "unit": experiment.unit,
+        "rounds": experiment.rounds,
+        "clients": [{**c, "steps": c.get("steps") or 0} for c in clients],
+    }
 
 
 def _text(value: float | None, digits: int = 3) -> str:
@@ -113,13 +140,14 @@ def runs_table(runs: Sequence[RunView]) -> Table:
 
 
 def course_figures(runs: Sequence[RunView]) -> list[Figure]:
-    """F1 and ROAD by round, σ and signal by step, each client's budget as it was spent."""
+    """F1 and ROAD by round."""
     made = []
     for key, label in (
         ("validation_macro_f1", "validation macro F1"),
         ("road_validation", "validation ROAD"),
     ):
-        lines, words = [], []
+        lines: list[Line] = []
+        words: list[str] = []
         for number, run in enumerate(runs):
             points = [(r["round"] + 1, r[key]) for r in run.rounds if r.get(key) is not None]
             if points:
@@ -137,9 +165,40 @@ def course_figures(runs: Sequence[RunView]) -> list[Figure]:
                     tuple(lines),
                 )
             )
-    made += _step_figures(runs)
+    return made
+
+
+def spending_figures(runs: Sequence[RunView]) -> list[Figure]:
+    """Each client's budget as it was spent, then σ and signal by step."""
     budget = _budget_figure(runs)
-    return [*made, *([budget] if budget else [])]
+    return [*([budget] if budget else []), *_step_figures(runs)]
+
+
+def result_figure(runs: Sequence[RunView]) -> Figure | None:
+    """Test macro F1 of several runs, one point each; None where fewer than two were measured."""
+    known = [
+        (i, r, float(r.result["macro_f1"]))
+        for i, r in enumerate(runs)
+        if r.result["macro_f1"] is not None
+    ]
+    if len(known) < 2:
+        return None
+    lines = []
+    for number, run, value in known:
+        epsilon = epsilon_text(run.result["epsilon_target"])
+        place = f"{run.name}, ε = {epsilon}"
+        lines.append(Line(run.name, (place,), (value,), _tone(runs, number), mode="markers"))
+    words = "; ".join(f"{line.x[0]}: {line.y[0]:.3f}" for line in lines)
+    return Figure(
+        "result",
+        "Test macro F1 of every run",
+        f"Test macro F1: {words}.",
+        "test macro F1",
+        "",
+        tuple(lines),
+        across=True,
+        caption="One run each: a difference between two of them proves nothing.",
+    )
 
 
 def _tone(runs: Sequence[RunView], number: int) -> int:

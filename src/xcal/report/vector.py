@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.report.figures import LIGHT, Figure, Line
 
 _DASHES = ("-", "--", ":", "-.", (0, (8, 3)))
@@ -19,9 +19,7 @@ def save_figures(folder: Path, figures: Iterable[Figure]) -> None:
         import matplotlib
         from matplotlib.figure import Figure as Canvas
     except ImportError:
-        raise UserError(
-            "Vector figures need matplotlib: install it with `pip install 'xcal-fl[figures]'`."
-        ) from None
+        raise UserError(f"Vector figures need matplotlib: {how_to_install('figures')}.") from None
     # Letters stay letters, so that a journal can set them; nothing global is left changed.
     with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "font.size": 9}):
         for figure in figures:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.federation.coordinator import Progress
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation, prepare
@@ -99,7 +99,7 @@ def _simulate(
         from xcal.federation.flower.server_app import run_simulated
     except ImportError:
         raise UserError(
-            "The engine flower is not installed: pip install 'xcal-fl[flower]'."
+            f"The engine flower is not installed: {how_to_install('flower')}."
         ) from None
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what fails is told below

@@ -17,7 +17,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.federation.nvflare import process
 from xcal.federation.nvflare.hardening import looser_than_ours
 from xcal.federation.nvflare.members import known
@@ -52,11 +52,7 @@ def _installation() -> list[Finding]:
     try:
         version = importlib.metadata.version("nvflare")
     except importlib.metadata.PackageNotFoundError:
-        return [
-            Finding(
-                "problem", "FLARE is not installed: `pip install 'xcal-fl[nvflare]'` brings it."
-            )
-        ]
+        return [Finding("problem", f"FLARE is not installed: {how_to_install('nvflare')}.")]
     if version != VERSION:
         return [Finding("warning", f"FLARE is {version}; this was tested with {VERSION}.")]
     return [Finding("ok", f"FLARE {version} is installed.")]

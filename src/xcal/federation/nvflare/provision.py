@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 
-from xcal.errors import UserError
+from xcal.errors import UserError, how_to_install
 from xcal.federation.files import write_bytes
 from xcal.federation.nvflare import members
 from xcal.federation.nvflare.hardening import harden, remove_scripts
@@ -54,9 +54,7 @@ STATEMENT = "xcal.json"  # in a request: for which federation it was made, signe
 def require_nvflare() -> None:
     """One sentence where the extra is not installed."""
     if importlib.util.find_spec("nvflare") is None:
-        raise UserError(
-            "NVIDIA FLARE is not installed: `pip install 'xcal-fl[nvflare]'`, then try again."
-        )
+        raise UserError(f"NVIDIA FLARE is not installed: {how_to_install('nvflare')}.")
 
 
 def _nvflare(records: Path, *words: str) -> None:

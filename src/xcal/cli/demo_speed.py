@@ -1,0 +1,153 @@
+"""`xcal demo speed`: a private step beside a plain one and beside Opacus, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from xcal.cli.interrupts import stop_if_interrupted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NETWORK, CLASSES, BATCH, PIXELS = "resnet18", 5, 32, 64
+TURNS = 5
+SLOW_TURNS = 3  # of what takes several times as long
+CLIP = SIGMA = 1.0
+
+Step = Callable[[], None]
+
+
+def speed_part(console: Console, _: Path) -> list[str]:
+    """Time the steps in turns, so that whatever else the machine does meets all of them."""
+    import torch
+
+    from xcal.federation.loaded_site import torch_threads
+
+    console.print(
+        f"{NETWORK}, {BATCH} images of {PIXELS} pixels, one thread. Every turn takes one step of"
+        " each kind: clip every image's gradient, add noise, update."
+    )
+    torch.manual_seed(0)
+    images = torch.randn(BATCH, 3, PIXELS, PIXELS)
+    labels = torch.randint(0, CLASSES, (BATCH,))
+    with torch_threads(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a peer says about itself
+        steps: dict[str, Step] = {
+            "plain SGD": _plain(images, labels),
+            "xcal": _private(images, labels),
+        }
+        if find_spec("opacus") is not None:
+            steps["Opacus"] = _opacus(images, labels)
+        else:
+            console.print("Opacus is not installed (the extra `test` has it): it is left out.")
+        times = _timed(console, steps)
+    plain = times["plain SGD"]
+    table = Table(title="Step time over plain SGD", title_justify="left")
+    table.add_column("step")
+    for name in ("ratio, median", "lowest to highest", "ms"):
+        table.add_column(name, justify="right")
+    medians = {}
+    for name, taken in times.items():
+        ratios = [one / plain[turn] for turn, one in enumerate(taken)]
+        medians[name] = statistics.median(ratios)
+        table.add_row(
+            name,
+            f"{medians[name]:.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{1000 * statistics.median(taken):.0f}",
+        )
+    console.print(table)
+    console.print("On an idle machine, with more networks and sizes: `make bench`.")
+    beside = f", Opacus {medians['Opacus']:.1f}" if "Opacus" in medians else ""
+    return [f"a private step takes {medians['xcal']:.1f} times a plain one{beside}"]
+
+
+def _timed(console: Console, steps: dict[str, Step]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # the first of each makes what the others use
+        step()
+    for turn in range(TURNS):
+        for name, step in steps.items():
+            stop_if_interrupted()
+            if name == "Opacus" and turn >= SLOW_TURNS:
+                continue
+            began = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - began)
+        shown = ", ".join(f"{n} {1000 * t[turn]:.0f} ms" for n, t in times.items() if len(t) > turn)
+        console.print(f"  turn {turn + 1} of {TURNS}: {shown}")
+    return times
+
+
+def _network() -> nn.Module:
+    from xcal.models.resnet import resnet18
+
+    return resnet18(CLASSES, norm="group", seed=0).train()
+
+
+def _plain(images: Any, labels: Any) -> Step:
+    import torch
+
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def _private(images: Any, labels: Any) -> Step:
+    """What a client of `xcal run` does to a batch: clip, add noise, round, update."""
+    import torch
+
+    from xcal.dp.clipping import ClippingEngine
+    from xcal.dp.noise import NoiseKey, SeededNoise, release_tensors
+
+    model = _network()
+    engine, noise = ClippingEngine(model), SeededNoise(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    taken = [0]
+
+    def step() -> None:
+        sums = engine.clipped_sum(images, labels, clip=CLIP)
+        key = NoiseKey("demo", "xcal", 0, taken[0], "gradient")
+        released = release_tensors(sums.gradients, SIGMA * CLIP, noise, key)
+        for name, parameter in model.named_parameters():
+            parameter.grad = released[name].div_(BATCH)
+        optimizer.step()
+        taken[0] += 1
+
+    return step
+
+
+def _opacus(images: Any, labels: Any) -> Step:
+    import torch
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    model = GradSampleModule(_network())
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        noise_multiplier=SIGMA,
+        max_grad_norm=CLIP,
+        expected_batch_size=BATCH,
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
