@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.inference import predict_logits
@@ -76,7 +77,7 @@ def insertion_deletion(
                 torch.where(touched, image, blurred(image)),
             ]
         )
-        logits = predict_logits(model, stages, batch_size=batch_size).double()
+        logits = double(predict_logits(model, stages, batch_size=batch_size))
         confidence = logits.softmax(dim=1)[:, predicted[index]].cpu().numpy()
         deletion[index], insertion[index] = np.split(confidence, 2)
         on_images(index + 1)

@@ -15,6 +15,7 @@ from torch import nn
 from xcal.data.augment import View
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.dp.clipping.precision import double
 from xcal.explain.faithfulness import insertion_deletion
 from xcal.explain.gradcam import MapMethod, gradcam_maps
 from xcal.explain.interval import mean_interval
@@ -101,7 +102,7 @@ class PublicImages:
                 logits = split.forward_head(self._inputs.activations(chosen, plain))
             else:
                 logits = model(self._inputs.pictures(chosen, plain))
-            yield torch.softmax(logits.double(), dim=1).cpu().numpy()
+            yield torch.softmax(double(logits), dim=1).cpu().numpy()
 
 
 def _predictions(images: Images, pieces: list[NDArray[np.float64]]) -> Predictions:

@@ -27,6 +27,22 @@ from xcal.plugins import own_code
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not see on this machine."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device = {device!r} was asked for, but torch sees no GPU: use 'cpu'.")
+    if number and int(number) >= torch.cuda.device_count():
+        raise UserError(
+            f"device = {device!r} was asked for, and torch sees {torch.cuda.device_count()} GPUs,"
+            " counted from 0: use one of them."
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            f"device = {device!r} was asked for, but torch sees no Apple GPU: use 'cpu'."
+        )
+
+
 @lru_cache(maxsize=16)
 def check_network(experiment: Experiment, classes: int, side: int) -> str | None:
     """Refuse a network that the experiment cannot be trained with; looked at once.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -24,7 +23,7 @@ from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
-from xcal.federation.preflight import check_network, unmeasured
+from xcal.federation.preflight import check_device, check_network, unmeasured
 from xcal.federation.refusals import naming
 from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
@@ -274,8 +273,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     method = method_of(experiment)
     check_logger(experiment.log)
     check_views(experiment.views, experiment.augment)
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
+    check_device(experiment.device)
     if experiment.paired and experiment.noise_source != "seeded":
         raise UserError(
             "paired = true lets methods share their noise, which only a simulation may: leave it"
