@@ -25,6 +25,9 @@ def explain_command(
     method: Literal["gradcam", "gradcam++", "hirescam"] = typer.Option(
         "gradcam", "--map", help="How maps are made."
     ),
+    finding: str | None = typer.Option(
+        None, help="Which finding, of a run that tells several; the likeliest if not given."
+    ),
 ) -> None:
     """Explain images: prediction, map, what covering its top does, and the ROAD curve.
 
@@ -48,7 +51,11 @@ def explain_command(
     console = Console()
     with LiveProgress(console) as shown:
         found = explain_pictures(
-            loaded, pictures, method=method, on_images=partial(shown.measure, "images")
+            loaded,
+            pictures,
+            method=method,
+            finding=finding,
+            on_images=partial(shown.measure, "images"),
         )
         for done, (name, explanation) in enumerate(zip(file_names(pictures), found, strict=True)):
             save_explanation(out / name, explanation)

@@ -278,6 +278,11 @@ class LocalData:
             one_row_each=self.unit == "record" and self._views == 1,
         )
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may show several findings at once."""
+        return self._images.multi_label
+
     def digest(self) -> str:
         """A fingerprint of all that a draw can return. It stays in the client's own ledger."""
         state = hashlib.sha256()

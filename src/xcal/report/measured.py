@@ -14,7 +14,7 @@ from xcal.errors import UserError
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import MapMethod, enlarge_maps, gradcam_maps
 from xcal.federation.evaluation import explanation_metrics, predict
-from xcal.federation.outcome import OnMeasure, no_predictions, public_subset
+from xcal.federation.outcome import OnMeasure, measured_by_name, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
 from xcal.report.runs import LoadedRun
 
@@ -44,10 +44,10 @@ def evaluate_run(
             f" {against.experiment.pixels} pixels: compare runs of one size."
         )
     wanted = run.experiment.road_test_images if explained is None else explained
-    if why_unexplained(run.model, run.experiment.pixels) is not None:
+    if run.multi_label or why_unexplained(run.model, run.experiment.pixels) is not None:
         wanted = 0
     subset = public_subset(data.test, wanted)
-    found = no_predictions(len(run.classes))
+    found = no_predictions(len(run.classes), run.multi_label)
     if len(data.test):
         found = predict(run.model, data.test, on_images=partial(on_measure, "test images"))
     result: dict[str, Any] = {
@@ -55,7 +55,7 @@ def evaluate_run(
         "data": data.name,
         "split": "test",
         "classes": list(run.classes),
-        "classification": found.metrics(),
+        "classification": measured_by_name(found, data),
         "explanations": None,
         "sanity_check": None,
         "agreement": None,

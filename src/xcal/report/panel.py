@@ -117,6 +117,7 @@ def save_panel(path: Path, folders: Sequence[Path], images: int = 4) -> None:
     """Draw the figure of these runs on `images` test images and write it as a PNG."""
     entries = load_entries(folders)
     run = entries[0].run
+    run.refuse_findings("A panel")
     data = load_data(run, beside=[entry.run for entry in entries[1:]])
     shown = choose_images(data.test, images, len(run.classes))
     if not len(shown):

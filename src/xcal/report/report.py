@@ -19,6 +19,7 @@ from xcal.report.run_figures import (
     Tile,
     course_figures,
     facts,
+    findings_table,
     panel_rows,
     read_run,
     runs_table,
@@ -46,6 +47,7 @@ class Page:
     answers: Sequence[str]
     runs: Sequence[RunView] = ()
     runs_table: Table | None = None
+    findings_table: Table | None = None  # AUROC by finding, where runs tell several at once
     run_figures: Sequence[Figure] = ()
     panels: Sequence[Panel] = ()
     absent: str = ""  # whose images are not on this machine
@@ -112,6 +114,7 @@ def runs_page(runs: Sequence[RunView], *, panel_images: int = 4) -> Page:
         [_runs_answer(runs)],
         runs,
         runs_table(runs),
+        findings_table(runs),
         course_figures(runs),
         [Panel("The runs of this report", tuple(map(tuple, rows)))] if rows else [],
         commands=[facts(run) for run in runs],
