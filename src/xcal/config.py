@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from xcal.errors import UserError
 
@@ -26,6 +27,15 @@ SECURE_ROWS = 32
 
 
 Unit = Literal["record", "group"]
+
+
+def _known_device(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|mps", value):
+        raise PydanticCustomError("device", "a device is cpu, cuda, cuda:0, cuda:1 … or mps")
+    return value
+
+
+Device = Annotated[str, BeforeValidator(_known_device)]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
@@ -294,7 +304,11 @@ class Experiment(BaseModel):
         description="memory a client may use to keep what a frozen backbone makes of its images",
         travels=False,
     )
-    device: Literal["cpu", "cuda"] = key("cpu", description="where tensors live", travels=False)
+    device: Device = key(
+        "cpu",
+        description="where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)",
+        travels=False,
+    )
     log: Literal["none", "tensorboard", "mlflow", "wandb"] = key(
         "none",
         description="where released and public numbers of each round also go; does not change the"

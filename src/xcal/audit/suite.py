@@ -130,7 +130,13 @@ class Suite:
     def _data(self, images: int) -> ImageData:
         # Synthetic images are drawn, so no more than needed.
         options = {"train": images} if self._shown.data == "smear" else {}
-        return catalog.load(self._shown.data, pixels=self._shown.pixels, seed=0, **options)
+        data = catalog.load(self._shown.data, pixels=self._shown.pixels, seed=0, **options)
+        if data.multi_label:
+            raise UserError(
+                f"The attacks know images of one class each, and {data.name} is of several findings"
+                " at once: audit with another data set."
+            )
+        return data
 
     def one_run(self) -> list[dict[str, Any]]:
         """Canaries in every method: gradients, mislabeled images, whole clients."""

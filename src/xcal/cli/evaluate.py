@@ -60,24 +60,28 @@ def _show(console: Console, found: dict[str, Any]) -> None:
 
     measured = found["classification"]
     console.print(_summary(found))
-    per_class = Table(title="By class", title_justify="left")
-    per_class.add_column("class")
+    confused = measured["confusion_matrix"]
+    what = "class" if confused is not None else "finding"
+    per_class = Table(title=f"By {what}", title_justify="left")
+    per_class.add_column(what)
     for name in ("images", "sensitivity", "specificity", "AUROC"):
         per_class.add_column(name, justify="right")
     for k, name in enumerate(found["classes"]):
         per_class.add_row(
             escape(name),
-            str(sum(measured["confusion_matrix"][k])),
+            str(sum(confused[k]) if confused is not None else measured["images_per_class"][k]),
             number(measured["sensitivity"][k]),
             number(measured["specificity"][k]),
             number(measured["auroc_per_class"][k]),
         )
     console.print(per_class)
+    if confused is None:  # of several findings at once none is taken for another
+        return
     confusion = Table(title="Truth in rows, answers in columns", title_justify="left")
     confusion.add_column("")
     for name in found["classes"]:
         confusion.add_column(escape(name), justify="right")
-    for name, counts in zip(found["classes"], measured["confusion_matrix"], strict=True):
+    for name, counts in zip(found["classes"], confused, strict=True):
         confusion.add_row(escape(name), *map(str, counts))
     console.print(confusion)
 

@@ -28,6 +28,9 @@ def explain_command(
         help="How maps are made: gradcam, gradcam++, hirescam, layercam, occlusion, cell-occlusion,"
         " rise, two joined by +; or auto, the best by ROAD on public validation images.",
     ),
+    finding: str | None = typer.Option(
+        None, help="Which finding, of a run that tells several; the likeliest if not given."
+    ),
 ) -> None:
     """Explain images: prediction, map, what covering its top does, and the ROAD curve.
 
@@ -53,7 +56,11 @@ def explain_command(
     with LiveProgress(console) as shown:
         choice = map_of_run(loaded, maps, partial(shown.measure, "choosing a map"))
         found = explain_pictures(
-            loaded, pictures, method=choice.method, on_images=partial(shown.measure, "images")
+            loaded,
+            pictures,
+            method=choice.method,
+            finding=finding,
+            on_images=partial(shown.measure, "images"),
         )
         for done, (name, explanation) in enumerate(zip(file_names(pictures), found, strict=True)):
             save_explanation(out / name, explanation)

@@ -52,7 +52,7 @@ def predict_command(
         found = _predict(trained, paths, shown)
     write_bytes(out, _table(trained, paths, found).encode("utf-8", "surrogateescape"))
     for name, count in Counter(found.names).most_common():
-        console.print(f"{count:>8}  {name or 'no finite answer'}")
+        console.print(f"{count:>8}  {'no finite answer' if name is None else name or 'nothing'}")
     console.print(told)
     console.print(f"One row for each of {len(paths)} files is in {out}.")
 
@@ -111,7 +111,8 @@ def _table(trained: Trained, paths: list[Path], found: Predicted) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     columns = [f"confidence: {name}" for name in trained.classes]
-    rows.writerow(["file", "class", "confidence", *columns, "calibrated"])
+    what = "findings" if trained.run.multi_label else "class"
+    rows.writerow(["file", what, "confidence", *columns, "calibrated"])
     calibrated = "yes" if found.calibrated else "no"
     for path, name, values in zip(paths, found.names, found.confidences, strict=True):
         numbers = ["" if np.isnan(v) else f"{v:.6f}" for v in (values.max(), *values)]

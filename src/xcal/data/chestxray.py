@@ -22,9 +22,11 @@ from xcal.data.listing import (
     unused_identifiers,
 )
 from xcal.data.source_files import BadFile, Files
+from xcal.data.table import SEVERAL
 from xcal.errors import UserError
 
 ANY_FINDING = "any-finding"
+FINDINGS = "findings"
 _NONE = "No Finding"
 _LISTS: tuple[tuple[str, Split], ...] = (
     ("train_list.txt", "train"),
@@ -40,7 +42,9 @@ def find_entries(files: Files) -> str | None:
 
 
 def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
-    """`task`: any finding against none (default), or one named finding against the rest."""
+    """`task`: any finding against none (default), one named finding against the rest, or all
+    findings at once, each by itself (`findings`).
+    """
     table = find_entries(files)
     if table is None:
         raise UserError("The NIH layout needs Data_Entry_2017.csv beside the images.")
@@ -58,7 +62,8 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         patient = chosen_column(table, rows[0], choice.group, "--group-column")
     findings = {row[image]: set(row[labels].split("|")) for row in rows}
     known = sorted(set().union(*findings.values()) - {_NONE})
-    wanted, classes = _task(task, known)
+    several = task == FINDINGS
+    wanted, classes = (None, tuple(known)) if several else _task(task, known)
 
     images = {PurePosixPath(n).name: n for n in files.sizes if is_image_name(n)}
     split_of = _splits(files)
@@ -73,10 +78,13 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
             unlisted += 1
             continue
         shown = findings[name] - {_NONE}
+        label: int | tuple[int, ...] = int(bool(shown) if wanted is None else wanted in shown)
+        if several:
+            label = tuple(int(one in shown) for one in known)
         records.append(
             Record(
                 id=images[name],
-                label=int(bool(shown) if wanted is None else wanted in shown),
+                label=label,
                 group=somebody(row[patient]) or alone(images[name]),
                 split=split_of.get(name),
             )
@@ -85,6 +93,8 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         raise UserError(f"None of the images that {table} names is there.")
     unused = unused_identifiers(table, rows, (image, labels, patient))
     notes = list(unused.notes)
+    if several:
+        notes.append(SEVERAL.format(count=len(known)))
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")
     if unlisted:
@@ -92,7 +102,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     return Listing(
         kind="chest-xray14",
         default_name="chest-xray14",
-        task=wanted or ANY_FINDING,
+        task=FINDINGS if several else wanted or ANY_FINDING,
         classes=classes,
         group_name=group_name_of(patient),
         license="NIH public release, CC0",
@@ -115,7 +125,7 @@ def _task(task: str | None, known: list[str]) -> tuple[str | None, tuple[str, st
         if plain(finding) == plain(task):
             return finding, (f"no {finding.lower()}", finding.lower())
     raise UserError(
-        f"task is {task!r}, but must be {ANY_FINDING} or one of the set's findings: "
+        f"task is {task!r}, but must be {ANY_FINDING}, {FINDINGS} (all at once) or one of them: "
         f"{', '.join(plain(finding) for finding in known)}."
     )
 

@@ -53,10 +53,11 @@ def image_data(
     side = pixels or _one_side([pictures for pictures, _, _ in found])
     grouped = found[0][2] is not None
     numbers = _numbers([ids for _, _, ids in found], [len(labels) for _, labels, _ in found])
+    none = np.zeros((0, len(names)), np.int64) if found[0][1].ndim == 2 else found[0][1][:0]
     splits = [
         Images(
             np.stack(pictures) if pictures else np.zeros((0, side, side, 3), np.uint8),
-            labels,
+            labels if pictures else none,
             own,
             np.array([f"{name}-{i}" for i in range(len(labels))], dtype=np.str_),
         )
@@ -65,7 +66,12 @@ def image_data(
     if not len(splits[0]):
         raise UserError("data has no training images: its first part is empty.")
     group_name = "group" if grouped else RECORD_GROUPS
-    return ImageData("given data", names, group_name, "not stated", splits[0], splits[1], splits[2])
+    try:
+        return ImageData(
+            "given data", names, group_name, "not stated", splits[0], splits[1], splits[2]
+        )
+    except ValueError as problem:
+        raise UserError(f"data cannot be used: {problem}.") from None
 
 
 def _class_names(classes: Any) -> tuple[str, ...]:
@@ -86,7 +92,8 @@ def _split(
 ) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64], list[Any] | None]:
     """Pictures, labels and ids of groups; None where nobody names any."""
     items = _items(split, name)
-    pictures, labels, found = [], [], []
+    pictures, found = [], []
+    labels: list[int | list[int]] = []
     for i, item in enumerate(items):
         if not isinstance(item, tuple | list) or len(item) not in (2, 3):
             raise UserError(
@@ -94,10 +101,15 @@ def _split(
             )
         try:
             pictures.append(_square(item[0], pixels))
-            labels.append(_whole(item[1]))
+            labels.append(_label(item[1], classes))
         except ValueError as problem:
             raise UserError(f"Item {i} of {name} {problem}.") from None
-        if not 0 <= labels[-1] < classes:
+        if type(labels[-1]) is not type(labels[0]):
+            raise UserError(
+                f"Item {i} of {name} has one class for a label and others have several findings:"
+                " all must have labels of one kind."
+            )
+        if isinstance(labels[-1], int) and not 0 <= labels[-1] < classes:
             raise UserError(
                 f"Item {i} of {name} has a label that names none of the {classes} classes: they"
                 " count from 0."
@@ -164,6 +176,23 @@ def _square(image: Any, pixels: int | None) -> NDArray[np.uint8]:
             )
         pixels = image.width
     return squared(as_rgb(image), pixels)
+
+
+def _label(label: Any, classes: int) -> int | list[int]:
+    """A class number; or a 0 or 1 for each of several findings."""
+    if isinstance(label, Tensor):
+        label = label.detach().cpu().numpy()
+    if not isinstance(label, np.ndarray | list | tuple) or np.ndim(label) == 0 or classes < 2:
+        return _whole(label)
+    values = [_whole(one) for one in np.asarray(label).reshape(-1)]
+    if len(values) == 1:  # a class number in a tensor of its own
+        return values[0]
+    if len(values) != classes or not set(values) <= {0, 1}:
+        raise ValueError(
+            f"has {len(values)} numbers for a label: give the number of a class, or a 0 or 1 for"
+            f" each of the {classes} findings that classes names"
+        )
+    return values
 
 
 def _whole(label: Any) -> int:

@@ -90,7 +90,11 @@ def count_split(
         images=len(labels),
         groups=len(per_group),
         largest_group=int(per_group.max(initial=0)),
-        per_class=tuple(np.bincount(labels, minlength=n_classes).tolist()),
+        per_class=tuple(
+            (labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=n_classes))
+            .astype(int)
+            .tolist()
+        ),
     )
 
 

@@ -18,7 +18,8 @@ class Images:
 
     Guaranteed after construction: all arrays have the same length, `pixels` is uint8 of shape
     (N, H, W, 3) and may be memory-mapped and read-only, `labels` and `groups` are int64,
-    `masks`, where there are any, is bool of shape (N, H, W).
+    `masks`, where there are any, is bool of shape (N, H, W). Labels are one class number an image,
+    or, where an image may show several findings, a 0 or 1 for each: (N, findings).
     """
 
     pixels: NDArray[np.uint8]
@@ -42,7 +43,12 @@ class Images:
         if len(self.pixels) and shape[1] != shape[2]:
             raise ValueError(f"pixels must be square images, not {shape[1]}×{shape[2]}")
         n = len(self.pixels)
+        several = self.labels.ndim == 2 and self.labels.dtype == np.int64 and len(self.labels) == n
+        if several and not np.isin(self.labels, (0, 1)).all():
+            raise ValueError("labels of several findings must be 0 or 1 for each of them")
         for name, array in (("labels", self.labels), ("groups", self.groups)):
+            if several and name == "labels":
+                continue
             if array.dtype != np.int64 or array.shape != (n,):
                 raise ValueError(
                     f"{name} must be int64 of shape ({n},), one for each image, not {array.dtype} "
@@ -60,6 +66,23 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may show several findings at once, or none."""
+        return self.labels.ndim == 2
+
+    def of_class(self, number: int) -> NDArray[np.bool_]:
+        """Which images are of this class, or show this finding."""
+        if self.multi_label:
+            return self.labels[:, number] == 1
+        return self.labels == number
+
+    def per_class(self, classes: int) -> NDArray[np.int64]:
+        """How many images there are of each class, or show each finding."""
+        if self.multi_label:
+            return self.labels.sum(axis=0)
+        return np.bincount(self.labels, minlength=classes)
 
     def take(self, indices: NDArray[Any]) -> Images:
         """The images at `indices`, in that order, as arrays of their own."""
@@ -101,6 +124,16 @@ class ImageData:
         for split, images in self.splits():
             if not isinstance(images, Images):
                 raise ValueError(f"{split} must be Images, not {type(images).__name__}")
+            if images.multi_label:
+                if images.labels.shape[1] != len(self.classes) or not self.train.multi_label:
+                    raise ValueError(
+                        f"the labels of {self.name}/{split} are of {images.labels.shape[1]}"
+                        f" findings, and the set has {len(self.classes)}; all splits have labels of"
+                        " one kind"
+                    )
+                continue
+            if self.train.multi_label:
+                raise ValueError(f"the labels of {self.name}/{split} are not of several findings")
             if len(images) and not 0 <= images.labels.min() <= images.labels.max() < len(
                 self.classes
             ):
@@ -112,6 +145,11 @@ class ImageData:
     def splits(self) -> tuple[tuple[str, Images], ...]:
         """The three splits with their names, in the order they are always shown."""
         return (("train", self.train), ("validation", self.validation), ("test", self.test))
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether the classes are findings, of which an image may show several, or none."""
+        return self.train.multi_label
 
     @property
     def groups_known(self) -> bool:

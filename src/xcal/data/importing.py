@@ -296,7 +296,10 @@ def _decode_all(
                     done += 1
                     if progress is not None:
                         progress(done, len(records))
-            counts[split] = _write_split(folder, split, kept, number_of, len(listing.classes))
+            several = any(isinstance(r.label, tuple) for r in records)
+            counts[split] = _write_split(
+                folder, split, kept, number_of, len(listing.classes), several
+            )
         if bad and not skip_bad:
             raise BadFilesError(bad)
         if counts["train"].images == 0:
@@ -361,9 +364,16 @@ def _decoded(
 
 
 def _write_split(
-    folder: Path, split: str, records: list[Record], number_of: dict[str, int], n_classes: int
+    folder: Path,
+    split: str,
+    records: list[Record],
+    number_of: dict[str, int],
+    n_classes: int,
+    several: bool,
 ) -> SplitCounts:
     labels = np.array([r.label for r in records], np.int64)
+    if several and not len(labels):
+        labels = np.zeros((0, n_classes), np.int64)
     groups = np.array([number_of[r.group] for r in records], np.int64)
     ids = np.array([r.id for r in records], dtype=np.str_)
     store.write_arrays(folder, split, labels, groups, ids)

@@ -34,10 +34,18 @@ class Record:
     """One image to be: where it is, what it shows, whose it is."""
 
     id: str
-    label: int
+    label: int | tuple[int, ...]
+    """A class number; or a 0 or 1 for each finding."""
     group: str
     split: Split | None
     """None: the reader leaves it to `assign_splits`."""
+
+    @property
+    def stratum(self) -> int:
+        """What the set is split by: the class; of several findings the first, or none."""
+        if isinstance(self.label, int):
+            return self.label
+        return next((1 + k for k, found in enumerate(self.label) if found), 0)
 
 
 @dataclass(frozen=True)
@@ -324,8 +332,8 @@ def _move(
     labels_of: dict[str, list[int]] = defaultdict(list)
     for record in records:
         if record.split == "train":
-            labels_of[record.group].append(record.label)
-    of_class: list[list[str]] = [[] for _ in range(n_classes)]
+            labels_of[record.group].append(record.stratum)
+    of_class: list[list[str]] = [[] for _ in range(1 + n_classes)]  # one more: no finding at all
     for group in sorted(labels_of):
         counts = Counter(labels_of[group])
         of_class[min(counts, key=lambda c: (-counts[c], c))].append(group)

@@ -44,8 +44,8 @@ _CLASSES: dict[str, tuple[str, ...]] = {
 def medmnist(path: Path, task: str | None = None) -> Listing:
     """Any 2D set of the format, 28 to 224 pixels.
 
-    Sets with several labels an image (ChestMNIST) are read as any finding against none, or as one
-    label against the rest (`task` = its number).
+    Sets with several labels an image (ChestMNIST) are read as any finding against none, as one
+    label against the rest (`task` = its number), or as all labels at once (`task` = findings).
     """
     arrays = _arrays(path)
     stem = path.stem.lower()
@@ -53,7 +53,10 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
     numbered = [(_labels(labels, path, task), split) for _, labels, split in arrays]
     if several:
         classes: tuple[str, ...] = ("no finding", "finding")
-        if task not in (None, "any-finding"):
+        if task == "findings":
+            count = max(labels.shape[1] for _, labels, _ in arrays if labels.ndim == 2)
+            classes = tuple(f"label {k}" for k in range(count))
+        elif task not in (None, "any-finding"):
             classes = (f"not label {task}", f"label {task}")
     else:
         if task is not None:
@@ -69,7 +72,8 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
         for i, label in enumerate(labels):
             name = f"{split}/{i:06d}"
             place[name] = (images, i)
-            records.append(Record(name, int(label), alone(name), split))
+            shown = tuple(map(int, label)) if label.ndim else int(label)
+            records.append(Record(name, shown, alone(name), split))
 
     def decode(record: Record, pixels: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
         images, i = place[record.id]
@@ -92,11 +96,13 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
 def _labels(labels: NDArray[Any], path: Path, task: str | None) -> NDArray[np.int64]:
     if labels.ndim == 1 or labels.shape[1] == 1:
         return labels.reshape(-1).astype(np.int64)
+    if task == "findings":
+        return (labels > 0).astype(np.int64)
     if task in (None, "any-finding"):
         return np.any(labels > 0, axis=1).astype(np.int64)
     if not (task or "").isdigit() or int(task or "") >= labels.shape[1]:
         raise UserError(
-            f"task is {task!r}, but must be any-finding or the number of one of the "
+            f"task is {task!r}, but must be any-finding, findings or the number of one of the "
             f"{labels.shape[1]} labels of {path}, counted from 0."
         )
     return (labels[:, int(task or "")] > 0).astype(np.int64)

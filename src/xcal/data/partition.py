@@ -78,7 +78,11 @@ def partition(
     table = UnitTable.of("group" if keep_groups else "record", images.groups)
     # Below, an item is what is handed out whole: a group, or an image where groups may be torn.
     weights = np.ones(table.n_units, np.int64) if unit == "group" else table.sizes
-    classes = _class_of_items(table, images.labels)
+    classes = (
+        np.zeros(table.n_units, np.int64)
+        if images.multi_label
+        else _class_of_items(table, images.labels)
+    )
 
     if kind == "label-extreme":
         order = rng.permutation(table.n_units)
@@ -131,6 +135,11 @@ def _check(
 ) -> None:
     if kind not in get_args(Kind):
         raise UserError(f"partition: kind is {kind!r}, but must be {', '.join(get_args(Kind))}.")
+    if images.multi_label and kind in ("label", "label-extreme"):
+        raise UserError(
+            f"partition = {kind!r} spreads images by their class, and images of this data set show "
+            "several findings at once: choose iid or covariate."
+        )
     if clients < 1:
         raise UserError(f"partition: clients is {clients}, but must be at least 1.")
     if kind == "label" and not (concentration > 0 and np.isfinite(concentration)):

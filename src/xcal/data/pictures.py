@@ -58,7 +58,7 @@ def partition_picture(
     font = _font(14)
     counts = np.array(
         [
-            np.bincount(images.labels[shard.indices], minlength=len(classes))
+            [int(images.of_class(k)[shard.indices].sum()) for k in range(len(classes))]
             for shard in parts.shards
         ]
     )
@@ -107,7 +107,7 @@ def _facts(parts: Partition) -> list[str]:
 
 def _spread(images: Images, label: int, count: int, rng: np.random.Generator) -> list[int]:
     """Up to `count` images of a class, of as many different groups as there are."""
-    of_class = rng.permutation(np.flatnonzero(images.labels == label))
+    of_class = rng.permutation(np.flatnonzero(images.of_class(label)))
     _, first = np.unique(images.groups[of_class], return_index=True)
     firsts = of_class[np.sort(first)]
     rest = np.setdiff1d(of_class, firsts, assume_unique=True)

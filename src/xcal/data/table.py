@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xcal.data.dicom import decode_file, is_image, patient_of_file
@@ -18,6 +18,7 @@ from xcal.data.listing import (
     find_column,
     find_group_column,
     group_name_of,
+    plain_column,
     read_table,
     rows_or_none,
     somebody,
@@ -50,11 +51,12 @@ def find_labeled_table(files: Files, choice: ColumnChoice) -> str | None:
     names = tables(files)
     for name in names:
         rows = rows_or_none(files, name)
-        wanted = [
-            [choice.path] if choice.path else PATH_COLUMNS,
-            [choice.label] if choice.label else _LABEL,
-        ]
-        if rows and all(find_column(rows[0], some) for some in wanted):
+        if not rows:
+            continue
+        wanted = [[choice.path] if choice.path else PATH_COLUMNS]
+        listed = _finding_columns(rows[0], choice.label)
+        wanted += [[one] for one in listed] or [[choice.label] if choice.label else _LABEL]
+        if all(find_column(rows[0], some) for some in wanted):
             return name
     # With a label named by hand, what is wrong with the one table there is is worth saying.
     return names[0] if len(names) == 1 and choice.label else None
@@ -70,7 +72,10 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
         return find_column(rows[0], names)
 
     path_column = column(choice.path, "--path-column", PATH_COLUMNS)
-    label_column = column(choice.label, "--label-column", _LABEL)
+    finding_columns = _finding_columns(rows[0], choice.label)
+    label_column: str | None = "|".join(finding_columns)
+    if not finding_columns:
+        label_column = column(choice.label, "--label-column", _LABEL)
     if choice.group is not None:
         group_column: str | None = chosen_column(table, rows[0], choice.group, "--group-column")
     else:
@@ -79,13 +84,11 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
     if path_column is None or label_column is None:
         raise UserError(
             f"{table} needs the columns path and label; it has {', '.join(rows[0])}: say which they"
-            " are with --path-column and --label-column, or, where folders are named by class, give"
-            " the folder that they and the table are in."
+            " are with --path-column and --label-column (one that holds the class, or, of findings"
+            " with a column of 0 and 1 each, all of them with commas between), or, where folders"
+            " are named by class, give the folder that they and the table are in."
         )
-    classes = tuple(sorted({row.get(label_column, "") for row in rows} - {""}))
-    if len(classes) < 2:
-        raise UserError(f"{table}: column {label_column!r} holds fewer than two classes.")
-    numbers = {cls: i for i, cls in enumerate(classes)}
+    classes, label_of = _labels(table, rows, label_column, finding_columns)
     folder = posixpath.dirname(table)
     records: list[Record] = []
     missing: list[tuple[str, str]] = []
@@ -96,7 +99,7 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
     for number, row in enumerate(rows, start=2):
         given = row.get(path_column, "")
         path = posixpath.normpath(posixpath.join(folder, given.replace("\\", "/")))
-        label = row.get(label_column, "")
+        label = label_of(row)
         split: Split | None = None
         if split_column is not None:
             split = _SPLIT_OF.get(row.get(split_column, "").lower())
@@ -112,8 +115,8 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
             missing.append((given, "is neither named as an image nor DICOM by its first bytes"))
         elif path in seen:
             missing.append((given, f"is named twice in {table}"))
-        elif not label:
-            missing.append((given, "has no label"))
+        elif isinstance(label, str):
+            missing.append((given, label))
         else:
             seen.add(path)
             group = somebody(row.get(group_column, "")) if group_column else ""
@@ -128,11 +131,14 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
                 group_name = "patient"
             group = group or own or ""
             group = f"group {group}" if group else alone(path)
-            records.append(Record(path, numbers[label], group, split))
+            records.append(Record(path, label, group, split))
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    used = (path_column, label_column, group_column, split_column)
+    used = (path_column, label_column, group_column, split_column, *finding_columns)
     unused = unused_identifiers(table, rows, used)
+    notes = unused.notes
+    if isinstance(records[0].label, tuple):
+        notes += (SEVERAL.format(count=len(classes)),)
     return Listing(
         kind="csv",
         default_name=name,
@@ -143,9 +149,70 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         missing=tuple(missing),
-        notes=unused.notes,
+        notes=notes,
         repeating=unused.repeating,
     )
+
+
+_BINARY = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1, "no": 0, "yes": 1}
+_NONE = {"nofinding", "nofindings", "none", "normal", "healthy", "negative"}
+SEVERAL = "An image may show several of the {count} findings, or none: each is told by itself."
+
+
+def _finding_columns(row: Mapping[str, str], wanted: str | None) -> list[str]:
+    """The columns that a list with commas names; none where it names one column, or nothing."""
+    if wanted is None or "," not in wanted or find_column(row, [wanted]) is not None:
+        return []
+    return [part.strip() for part in wanted.split(",") if part.strip()]
+
+
+def findings_in(cell: str) -> list[str]:
+    """The findings of a cell such as "Effusion|Mass"; none of "No Finding" and the like."""
+    found = dict.fromkeys(part.strip() for part in cell.split("|"))
+    return [one for one in found if one and plain_column(one) not in _NONE]
+
+
+Label = int | tuple[int, ...] | str
+"""A class number, or a 0 or 1 for each finding, or what is wrong."""
+
+
+def _labels(
+    table: str, rows: Sequence[Mapping[str, str]], column: str, findings: Sequence[str]
+) -> tuple[tuple[str, ...], Callable[[Mapping[str, str]], Label]]:
+    """The classes, or findings, and what gives a row's label."""
+    if findings:
+        chosen = (chosen_column(table, rows[0], one, "--label-column") for one in findings)
+        columns = list(dict.fromkeys(chosen))
+        if len(columns) < 2:
+            raise UserError(f"--label-column {column!r} names one finding: name two or more.")
+
+        def by_columns(row: Mapping[str, str]) -> Label:
+            cells = {name: row.get(name, "").strip().lower() for name in columns}
+            for name, cell in cells.items():
+                if cell not in _BINARY:
+                    return f"has {cell!r} in column {name!r}, where 0 or 1 must stand"
+            return tuple(_BINARY[cell] for cell in cells.values())
+
+        return tuple(columns), by_columns
+    cells = {row.get(column, "") for row in rows} - {""}
+    several = any("|" in cell for cell in cells)
+    known = {one for cell in cells for one in findings_in(cell)} if several else cells
+    classes = tuple(sorted(known))
+    if len(classes) < 2:
+        what = "findings" if several else "classes"
+        raise UserError(f"{table}: column {column!r} holds fewer than two {what}.")
+    numbers = {cls: i for i, cls in enumerate(classes)}
+
+    def by_cell(row: Mapping[str, str]) -> Label:
+        cell = row.get(column, "")
+        if not cell:
+            return "has no label"
+        if not several:
+            return numbers[cell]
+        shown = findings_in(cell)
+        return tuple(int(one in shown) for one in classes)
+
+    return classes, by_cell
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
 from xcal.dp.clipping import MixedRows, OpenPass
+from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.mechanism import ChargedStep, Mechanism
@@ -221,12 +222,6 @@ class PrivateSteps:
                 " (reordered, repeated, or kept from another batch): give it this batch, each row"
                 " in its place.",
             )
-        if torch.is_autocast_enabled(next(self.module.parameters()).device.type):
-            raise Refused(
-                "network",
-                "The network was called under autocast: norms in half precision are too coarse to"
-                " clip by. Train in single precision.",
-            )
         draw.called = True
         if not rows:
             return self._nobody(call, args, kwargs)
@@ -236,7 +231,9 @@ class PrivateSteps:
             draw.outputs = []
             draw.before = remembered(self.module)
         if rows > 1:
-            self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
+            # In single precision, where no rounding blurs it.
+            with no_autocast(next(self.module.parameters()).device):
+                self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
             with draw.opened.recording():
                 answer = call(*args, **kwargs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xcal.dp.apart import check_losses_apart
 from xcal.dp.batch_invariance import remembered
+from xcal.dp.clipping.precision import single
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
 
@@ -159,7 +160,7 @@ class PrivateCriterion(nn.Module):
             )
         if len(losses) > 1:
             check_losses_apart(self._per_sample, args, kwargs, losses)
-        return PrivateLoss(self._steps, losses, self.reduction)
+        return PrivateLoss(self._steps, single(losses), self.reduction)
 
     def _per_sample(self, *args: Any, **kwargs: Any) -> Any:
         losses = self.criterion(*args, **kwargs)

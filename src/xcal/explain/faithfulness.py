@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
@@ -83,7 +84,7 @@ def insertion_deletion(
                 ),
             ]
         )
-        logits = predict_logits(model, stages, batch_size=batch_size).double()
+        logits = double(predict_logits(model, stages, batch_size=batch_size))
         confidence = logits.softmax(dim=1)[:, predicted[index]].cpu().numpy()
         deletion[index], insertion[index] = np.split(confidence, 2)
         on_images(index + 1)

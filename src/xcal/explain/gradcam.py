@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.inference import undisturbed
 
@@ -103,7 +104,7 @@ def enlarge_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
     In double precision, so that rounding makes no ranking among pixels of equal saliency.
     """
     enlarged = F.interpolate(
-        maps.double().unsqueeze(1), size=size, mode="bilinear", align_corners=False
+        double(maps).unsqueeze(1), size=size, mode="bilinear", align_corners=False
     )
     return enlarged.squeeze(1)
 

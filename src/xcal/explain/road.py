@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import enlarge_maps
 from xcal.explain.imputation import impute
@@ -219,8 +220,8 @@ def saliency_for_ranking(maps: Tensor, size: tuple[int, int]) -> tuple[FloatArra
 
 def _of_class(logits: Tensor, classes: Tensor) -> tuple[FloatArray, FloatArray]:
     """Logit and softmax confidence of each row's class."""
-    logits = logits.double()
-    columns = classes.unsqueeze(1)
+    logits = double(logits)
+    columns = classes.to(logits.device).unsqueeze(1)
     confidence = logits.softmax(dim=1).gather(1, columns)
     return (
         logits.gather(1, columns).squeeze(1).cpu().numpy(),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.clipping.precision import double
 from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
@@ -84,7 +85,7 @@ class Components:
     @staticmethod
     def joined(parts: Sequence[Components], device: torch.device) -> Components:
         """One after the other; of no images where there are no parts."""
-        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        nothing = double(torch.zeros(0, device=device))
         return Components(
             torch.cat([nothing, *(part.logit_drop for part in parts)]),
             torch.cat([nothing, *(part.margin for part in parts)]),
@@ -100,7 +101,7 @@ def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
     """
     n, height, width = maps.shape
     # Float64: the grid has more steps than a half-precision number can count.
-    values = maps.detach().flatten(1).double()
+    values = double(maps.detach().flatten(1))
     # Rounding first, for 0.55 * 100 is a little more than 55 in floating point.
     k = min(max(math.ceil(round(q * height * width, 9)), 1), height * width)
     peak = values.amax(dim=1, keepdim=True)
@@ -110,7 +111,7 @@ def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
     chosen = (levels >= cutoff) & usable
     if positive_only:
         chosen &= levels > 0
-    return chosen.view(n, height, width)
+    return chosen.view(n, height, width).to(maps.device)
 
 
 def mask_images(images: Tensor, cells: Tensor, fill: Fill) -> Tensor:
@@ -133,13 +134,13 @@ def components(logits: Tensor, maps: Tensor, cells: Tensor, masked_logits: Tenso
     """
     if logits.shape[1] < 2:
         raise UserError("The signal compares classes: the network needs two logits or more.")
-    logits, masked_logits, maps = (t.detach().double() for t in (logits, masked_logits, maps))
+    logits, masked_logits, maps = (double(t.detach()) for t in (logits, masked_logits, maps))
     predicted = logits.argmax(dim=1, keepdim=True)
     before = logits.gather(1, predicted).squeeze(1)
     after = masked_logits.gather(1, predicted).squeeze(1)
     best_other = masked_logits.scatter(1, predicted, -math.inf).amax(dim=1)
     total = maps.sum(dim=(1, 2))
-    inside = (maps * cells).sum(dim=(1, 2))
+    inside = (maps * cells.to(maps.device)).sum(dim=(1, 2))
     finite = (
         torch.isfinite(logits).all(dim=1)
         & torch.isfinite(masked_logits).all(dim=1)

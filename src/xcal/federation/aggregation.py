@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from xcal.config import Experiment
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.federation.exchange import RoundReply, Weights
 
@@ -81,13 +82,11 @@ class Mean(_Stateless):
 
     def one(self, name: str, old: Tensor, answers: Sequence[RoundReply]) -> Tensor:
         total = sum(r.report.units for r in answers)
-        accumulated = torch.zeros(old.shape, dtype=torch.float64, device=old.device)
+        accumulated = double(torch.zeros_like(old))
         for reply in answers:
             assert reply.weights is not None
-            accumulated += reply.weights[name].to(old.device, torch.float64) * (
-                reply.report.units / total
-            )
-        return accumulated.to(old.dtype)
+            accumulated += double(reply.weights[name].to(old.device)) * (reply.report.units / total)
+        return accumulated.to(old)
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ class TrimmedMean(_Stateless):
 
     def one(self, name: str, old: Tensor, answers: Sequence[RoundReply]) -> Tensor:
         stacked = torch.stack(
-            [r.weights[name].to(old.device, torch.float64) for r in answers if r.weights]
+            [double(r.weights[name].to(old.device)) for r in answers if r.weights]
         )
         k = self.dropped(len(stacked))
         ordered = torch.sort(stacked, dim=0).values  # NaN last
-        return ordered[k : len(stacked) - k].mean(dim=0).to(old.dtype)
+        return ordered[k : len(stacked) - k].mean(dim=0).to(old)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def card_text(
 def _heading(data: ImageData, result: Mapping[str, Any]) -> str:
     return (
         f"# {result['network']} on {_plain(data.name)}, trained by {result['method']}\n\n"
-        f"An image classifier of {len(data.classes)} classes, trained over"
+        f"An image classifier of {len(data.classes)}"
+        f" {'findings, each told by itself' if data.multi_label else 'classes'}, trained over"
         f" {_count(len(result['clients']), 'client')} in"
         f" {_count(result['rounds'], 'round')}. The weights are in `model.safetensors`.\n"
     )
@@ -131,7 +132,7 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
             rows.append(("area of the true region", _number(place["area"]), "which chance reaches"))
     per_class = zip(
         map(_plain, data.classes),
-        map(str, np.bincount(data.test.labels, minlength=len(data.classes))),
+        map(str, data.test.per_class(len(data.classes))),
         map(_number, found["sensitivity"]),
         map(_number, found["specificity"]),
         map(_number, found["auroc_per_class"]),
@@ -140,7 +141,16 @@ def _metrics(data: ImageData, result: Mapping[str, Any]) -> list[str]:
     lines = [
         *_table(("metric", f"{found['images']} test images", "what it is"), rows),
         "",
-        *_table(("class", "test images", "sensitivity", "specificity", "AUROC"), per_class),
+        *_table(
+            (
+                "finding" if data.multi_label else "class",
+                "test images",
+                "sensitivity",
+                "specificity",
+                "AUROC",
+            ),
+            per_class,
+        ),
     ]
     if found["broken_images"]:
         lines += ["", f"On {found['broken_images']} images the network gave no finite answer."]
@@ -159,7 +169,7 @@ def _data(
     lines = [
         f"Set: {_plain(data.name)}, {experiment.pixels}×{experiment.pixels} pixels. License:"
         f" {_plain(data.license)}.",
-        f"Classes: {', '.join(map(_plain, data.classes))}.",
+        f"{'Findings' if data.multi_label else 'Classes'}: {', '.join(map(_plain, data.classes))}.",
         f"Groups: images of one {data.group_name} belong together."
         if grouped
         else "Groups: none known; every image counts for itself.",

@@ -14,6 +14,7 @@ from typing import Any
 from xcal.config import Experiment
 from xcal.dp.account import Account
 from xcal.dp.calibration import Plan
+from xcal.dp.clipping.precision import double
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger import ledger as ledgers
 from xcal.dp.ledger.rows import Head, Terms
@@ -151,7 +152,7 @@ class CentralRule:
         moved = {
             name: old.clone()
             if released is None
-            else (old.double() + released[name].to(old.device)).to(old.dtype)
+            else (double(old) + double(released[name].to(old.device))).to(old)
             for name, old in weights.items()
         }
         return moved, after
@@ -172,7 +173,7 @@ class CentralRule:
 def _updates(weights: Weights, answers: Sequence[RoundReply]) -> list[Update]:
     """What each client changed, in float64 and in the clients' order."""
     return [
-        {name: r.weights[name].to(old.device).double() - old.double() for name, old in ordered}
+        {name: double(r.weights[name].to(old.device)) - double(old) for name, old in ordered}
         for ordered in [sorted(weights.items())]
         for r in answers
         if r.weights is not None

@@ -15,6 +15,7 @@ from torch import nn
 from xcal.data.augment import View
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.dp.clipping.precision import double
 from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.faithfulness import insertion_deletion
 from xcal.explain.gradcam import gradcam_maps
@@ -23,25 +24,34 @@ from xcal.explain.localization import localization
 from xcal.explain.road import RoadSettings, road
 from xcal.methods.client_data import Inputs
 from xcal.methods.feature_store import FeatureStore
-from xcal.metrics.classification import macro_f1
+from xcal.metrics.classification import finding_f1, macro_f1, mean_of_defined
 from xcal.metrics.metric_registry import classification_metrics
 from xcal.models.backbone import split_backbone
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of each image, in the images' order."""
+    """What a model says of each image, in the images' order.
+
+    Of several findings labels and predictions are (N, findings), a 0 or 1 each.
+    """
 
     labels: NDArray[np.int64]
     predicted: NDArray[np.int64]
-    confidence: NDArray[np.float64]  # softmax of the predicted class
-    probabilities: NDArray[np.float64]  # (N, classes)
+    confidence: NDArray[np.float64]  # of the predicted class, or of the likeliest finding
+    probabilities: NDArray[np.float64]  # (N, classes): softmax; of findings, each by itself
 
     def macro_f1(self) -> float:
+        if self.labels.ndim == 2:
+            found = map(finding_f1, self.labels.T, self.predicted.T)
+            return mean_of_defined(list(found))
         return float(macro_f1(self.labels, self.predicted, self.probabilities.shape[1]))
 
     def loss(self) -> float:
         """Mean cross-entropy; what the network gave no finite answer to counts as impossible."""
+        if self.labels.ndim == 2:
+            right = np.where(self.labels == 1, self.probabilities, 1 - self.probabilities)
+            return float(-np.log(np.maximum(np.nan_to_num(right, nan=0.0), 1e-12)).mean())
         true = np.nan_to_num(self.probabilities, nan=0.0)[np.arange(len(self.labels)), self.labels]
         return float(-np.log(np.maximum(true, 1e-12)).mean())
 
@@ -104,13 +114,19 @@ class PublicImages:
                 logits = split.forward_head(self._inputs.activations(chosen, plain))
             else:
                 logits = model(self._inputs.pictures(chosen, plain))
-            yield torch.softmax(logits.double(), dim=1).cpu().numpy()
+            if self._images.multi_label:
+                yield torch.sigmoid(double(logits)).cpu().numpy()
+            else:
+                yield torch.softmax(double(logits), dim=1).cpu().numpy()
 
 
 def _predictions(images: Images, pieces: list[NDArray[np.float64]]) -> Predictions:
     probabilities = np.concatenate(pieces) if pieces else np.zeros((0, 1))
     # A network of non-finite weights predicts nothing: call it class 0 with no confidence.
     shown = np.nan_to_num(probabilities, nan=0.0)
+    if images.multi_label:
+        called = (shown >= 0.5).astype(np.int64)
+        return Predictions(images.labels, called, shown.max(axis=1, initial=0.0), probabilities)
     predicted = shown.argmax(axis=1).astype(np.int64)
     return Predictions(
         images.labels,

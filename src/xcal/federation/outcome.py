@@ -216,7 +216,11 @@ def finish(
     write_tensors(
         folder.path / "model.safetensors",
         model.state_dict(),
-        {"network": experiment.network, "classes": list(federation.data.classes)},
+        {
+            "network": experiment.network,
+            "classes": list(federation.data.classes),
+            **({"multi_label": True} if federation.data.multi_label else {}),
+        },
     )
     wanted = experiment.road_test_images if federation.explains else 0
     subset = public_subset(federation.data.test, wanted)
@@ -279,7 +283,7 @@ def finish(
             for r in (reports[name] for name in federation.names if name in reports)
         ],
         "server": server,
-        "classification": test.metrics(),
+        "classification": measured_by_name(test, federation.data),
         "unmeasured": list(federation.warnings),
         "notices": notices(test, federation.data.classes, folder.read_lines("rounds.jsonl")),
         "explanations": explanations,
@@ -308,11 +312,20 @@ def measure_test(
     images, classes = federation.data.test, len(federation.data.classes)
     if len(images):
         return predict(model, images, device=federation.experiment.device, on_images=on_images)
-    return no_predictions(classes)
+    return no_predictions(classes, federation.data.multi_label)
 
 
-def no_predictions(classes: int) -> Predictions:
-    none = np.zeros(0, dtype=np.int64)
+def measured_by_name(found: Predictions, data: ImageData) -> dict[str, Any]:
+    """All metrics of a classifier's answers; of several findings also AUROC by their names."""
+    metrics = found.metrics()
+    if data.multi_label:
+        by_name = zip(data.classes, metrics["auroc_per_class"], strict=True)
+        metrics["auroc_per_finding"] = dict(by_name)
+    return metrics
+
+
+def no_predictions(classes: int, multi_label: bool = False) -> Predictions:
+    none = np.zeros((0, classes) if multi_label else 0, dtype=np.int64)
     return Predictions(none, none, np.zeros(0), np.zeros((0, classes)))
 
 

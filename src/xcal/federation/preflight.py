@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,13 +18,45 @@ from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
 from xcal.explain.choosing import check_map
 from xcal.explain.gradcam import gradcam_maps
-from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, clips_units
+from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, Method, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.model_registry import build_network
 from xcal.plugins import own_code
 
 # What torch raises where shapes do not fit.
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch does not see on this machine."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device = {device!r} was asked for, but torch sees no GPU: use 'cpu'.")
+    if number and int(number) >= torch.cuda.device_count():
+        raise UserError(
+            f"device = {device!r} was asked for, and torch sees {torch.cuda.device_count()} GPUs,"
+            " counted from 0: use one of them."
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            f"device = {device!r} was asked for, but torch sees no Apple GPU: use 'cpu'."
+        )
+
+
+NO_ROAD = (
+    "ROAD and the other measures of maps compare classes of which one is right, and these images"
+    " may show several findings: no map is measured; `xcal explain --finding` draws them."
+)
+
+
+def check_findings(method: Method, multi_label: bool) -> None:
+    """Refuse a method whose signal compares classes, of images that show several at once."""
+    if multi_label and method.uses >= SIGNAL_KEYS:
+        raise UserError(
+            f"{method.name} takes its signal from one class against the others, and images of this"
+            " data set may show several findings at once: choose a method without a signal, such"
+            " as fl-dp or adaptive-clip."
+        )
 
 
 @lru_cache(maxsize=16)
@@ -126,15 +157,26 @@ def unmeasured(
         if not withheld:
             found.append("There are no test images: the model is not measured at the end.")
     else:
-        counts = np.bincount(data.test.labels, minlength=len(data.classes))
+        counts = data.test.per_class(len(data.classes))
         absent = [name for name, count in zip(data.classes, counts, strict=True) if not count]
-        if len(absent) == len(data.classes) - 1:
+        if data.multi_label:
+            found += (
+                [
+                    f"No test image shows {', '.join(map(repr, absent))}: there is no sensitivity"
+                    " and no AUROC of it, and means are over the others."
+                ]
+                if absent
+                else []
+            )
+        elif len(absent) == len(data.classes) - 1:
             found.append("All test images are of one class: there is no AUROC.")
         elif absent:
             found.append(
                 f"No test image is of the class {', '.join(map(repr, absent))}: it has no"
                 " sensitivity and no AUROC, and means are over the others."
             )
-    if unexplained is not None and (experiment.road_images or experiment.road_test_images != 0):
+    if data.multi_label and (experiment.road_images or experiment.road_test_images != 0):
+        found.append(NO_ROAD)
+    elif unexplained is not None and (experiment.road_images or experiment.road_test_images != 0):
         found.append(f"No answer of the network can be explained, so no map is: {unexplained}")
     return tuple(found)

@@ -26,7 +26,8 @@ from xcal.federation.exchange import (
 )
 from xcal.federation.loaded_site import LoadedSite, Pace
 from xcal.federation.memory import RunMemory, StoredReply
-from xcal.federation.request_refusals import Refused
+from xcal.federation.preflight import check_findings
+from xcal.federation.request_refusals import Refused, naming
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
     Optimizer,
@@ -132,9 +133,13 @@ def _train(
             "unit-not-allowed",
             f"The request protects a {experiment.unit}, this client a {site.data.unit}: refused.",
         )
+    with naming("data"):
+        check_findings(method, site.data.multi_label)
     model = site.build_model()
     rows, feature_cache_mb = (
-        _passes(model, experiment) if clips_units(method) else (0, experiment.feature_cache_mb)
+        _passes(model, experiment, site.data.multi_label)
+        if clips_units(method)
+        else (0, experiment.feature_cache_mb)
     )
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     # Also before: a method of the user's own may fail here.
@@ -240,13 +245,14 @@ def _train(
     return reply
 
 
-def _passes(model: nn.Module, experiment: Experiment) -> tuple[int, int]:
+def _passes(model: nn.Module, experiment: Experiment, multi_label: bool) -> tuple[int, int]:
     """Images in every pass (0: any number), and megabytes for what a frozen backbone makes.
 
     So that nobody's numbers depend on who else was drawn, or on how many images others have.
     """
     image = (3, experiment.pixels, experiment.pixels)
-    rows = is_batch_invariant(model, image, min(experiment.rows, experiment.chunk))
+    wanted = min(experiment.rows, experiment.chunk)
+    rows = is_batch_invariant(model, image, wanted, multi_label=multi_label)
     return rows, experiment.feature_cache_mb if is_cache_exact(model, image, rows) else 0
 
 

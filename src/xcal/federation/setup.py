@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -24,7 +23,7 @@ from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
-from xcal.federation.preflight import check_network, unmeasured
+from xcal.federation.preflight import check_device, check_findings, check_network, unmeasured
 from xcal.federation.request_refusals import naming
 from xcal.methods.base import Method
 from xcal.methods.client_data import check_declared_units
@@ -283,8 +282,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     method = method_of(experiment)
     check_logger(experiment.log)
     check_views(experiment.views, experiment.augment)
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda' was asked for, but torch sees no GPU: use 'cpu'.")
+    check_device(experiment.device)
     if experiment.paired and experiment.noise_source != "seeded":
         raise UserError(
             "paired = true lets methods share their noise, which only a simulation may: leave it"
@@ -294,6 +292,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         if not Path(site_dir).is_dir():
             raise no_such_site(site_dir, begun=not new)
     experiment, data, parts = load_parts(experiment)
+    check_findings(method, data.multi_label)
     shared_groups = data.shared_groups  # also where no such image may be measured
     if new:  # one that began before this was asked goes on
         check_groups_apart(experiment.privacy_unit, data)
@@ -352,7 +351,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     server_plan = check_rule(experiment, method, len(schedule[0]))
     if experiment.loss is not None and experiment.sites is not None:
         raise UserError("Sites train with cross-entropy: leave out loss, or leave out sites.")
-    check_loss(experiment, len(data.classes))
+    check_loss(experiment, len(data.classes), data.multi_label)
     unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
     federation = Federation(
         experiment,
@@ -366,7 +365,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         declared,
         warnings=unmeasured(experiment, data, unexplained, withheld=not may_measure(experiment)),
         shared_groups=shared_groups,
-        explains=unexplained is None,
+        explains=unexplained is None and not data.multi_label,
     )
     if new:
         ask_sites(federation, "a new run")
@@ -417,6 +416,7 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             f" ({', '.join(names)}): they must agree."
         )
     data = load_fewest(experiment)
+    check_findings(method, data.multi_label)
     experiment = with_unit(experiment, data)
     withheld = not validation_is_public(experiment)
     if withheld:
@@ -436,5 +436,5 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
         server_plan,
         tuple(names),
         warnings=unmeasured(experiment, data, unexplained, withheld=withheld),
-        explains=unexplained is None,
+        explains=unexplained is None and not data.multi_label,
     )

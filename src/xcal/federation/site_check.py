@@ -20,6 +20,7 @@ from xcal.federation.files import read_tensors
 from xcal.federation.loaded_site import remembered_head
 from xcal.federation.partition_record import recorded_partition
 from xcal.federation.policy import looser_than_recommended, site_file
+from xcal.federation.preflight import check_device
 from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.client_data import TooManyUnits, check_declared_units
@@ -173,6 +174,10 @@ def check_data(site_dir: SiteDirectory) -> list[Finding]:
         found.append(_declaration(site_dir, images))
     except UserError as error:
         found.append(Finding("problem", f"the data cannot be had: {error}"))
+    try:
+        check_device(site_dir.about.device)
+    except UserError as error:
+        found.append(Finding("problem", str(error)))
     weights = site_dir.about.weights
     if weights is not None and not (site_dir.path / Path(weights).expanduser()).is_file():
         found.append(Finding("problem", f"there is no weights file {weights}"))

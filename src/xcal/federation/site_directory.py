@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from xcal.config import Experiment, read_toml, to_toml
+from xcal.config import Device, Experiment, read_toml, to_toml
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.data.partition import Partition
@@ -40,6 +40,7 @@ from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, admit_method, read_policy, read_table, site_file
+from xcal.federation.preflight import check_device
 from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import (
     DATA_SEED,
@@ -48,7 +49,7 @@ from xcal.federation.setup import (
     load_parts,
     settled,
 )
-from xcal.methods.client_data import LocalData, TooManyUnits
+from xcal.methods.client_data import LocalData
 from xcal.models.model_registry import build_network
 
 
@@ -74,7 +75,9 @@ class SiteTable(BaseModel):
         " the rest draw nothing. Not given: they are counted, and their number becomes public",
     )
     weights: str | None = Field(None, description="published weights that the network starts from")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where this client computes")
+    device: Device = Field(
+        "cpu", description="where this client computes: cpu, cuda, cuda:1 or mps"
+    )
     threads: Annotated[int, Field(ge=0, le=256)] = Field(0, description="0 takes all cores")
     chunk: Annotated[int, Field(ge=1)] = Field(256, description="images processed at once")
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = Field(
@@ -279,6 +282,7 @@ class SiteDirectory:
         """This client's data and noise for a round of the experiment."""
         own = self.images(experiment)
         try:
+            check_device(self.about.device)
             data = LocalData(
                 own.images,
                 unit=experiment.privacy_unit,
@@ -289,7 +293,7 @@ class SiteDirectory:
                 device=self.about.device,
                 declared_units=self.about.units,
             )
-        except TooManyUnits as error:  # a code that says no more than that the owner must look
+        except UserError as error:  # a code that says no more than that the owner must look
             raise Refused("site", str(error)) from error
         site = LoadedSite(
             client=self.about.client,

@@ -19,6 +19,7 @@ from xcal.config import Experiment, key
 from xcal.dp.accounting import CostTable, step_cost
 from xcal.dp.calibration import Plan, plan_static
 from xcal.dp.clipping import Bound
+from xcal.dp.clipping.precision import double
 from xcal.dp.filter import BudgetExhausted, Filter
 from xcal.methods.base import LocalMethod, shape_of
 from xcal.methods.context import StepContext, StepRecord
@@ -117,7 +118,7 @@ def adap_step(
     mean = release_gradient(context, charged, clipped_sum(context, batch, bound))
     # From here on only the release is looked at.
     scale = sigma * bound.sensitivity
-    square = math.fsum(float(v.double().square().sum()) for v in mean.values())
+    square = math.fsum(float(double(v).square().sum()) for v in mean.values())
     size = sum(v.numel() for v in mean.values())
     noise = (scale / context.batch) ** 2  # variance of one coordinate
     signal = max(square - size * noise, 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.dp.calibration import PlanShape, plan_paper
+from xcal.dp.clipping.precision import double
 from xcal.dp.noise import release_tensors
 from xcal.explain.gradcam import channel_weights
 from xcal.methods.agp_dp import CamLayer, cam_layer_of, most_important, require_trained
@@ -41,7 +42,7 @@ def channel_importance(context: StepContext) -> Tensor:
     rate = min(1.0, IMPORTANCE_UNITS / context.data.units)
     batch = context.data.draw(rate, context.noise, context.key(-1, "importance"))
     shown = batch.images if batch.plain is None else batch.pictures(batch.plain)
-    weights = channel_weights(context.model, shown).double()
+    weights = double(channel_weights(context.model, shown))
     finite = weights[torch.isfinite(weights).all(dim=1)]
     return finite.abs().sum(dim=0) / max(len(finite), 1)
 

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from xcal.config import Experiment, key
 from xcal.dp.calibration import Plan, plan_fixed
 from xcal.dp.clipping import PLAIN, Bound, Geometry
+from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
 from xcal.methods.base import LocalMethod, SparedParameters, shape_of
@@ -103,7 +104,7 @@ def most_important(importance: Tensor, share: float) -> tuple[int, ...]:
 
     What is not a number counts as unimportant.
     """
-    values = importance.detach().double().cpu().nan_to_num(0.0)
+    values = double(importance.detach()).cpu().nan_to_num(0.0)
     count = min(len(values), math.ceil(share * len(values) - 1e-9))
     order = torch.argsort(values, descending=True, stable=True)
     return tuple(sorted(order[:count].tolist()))
@@ -166,7 +167,7 @@ def released_importance(model: nn.Module) -> Tensor:
             " channels matter: choose a network with global average pooling and one linear"
             " layer, or another method."
         )
-    weights = head.double()
+    weights = double(head)
     return (weights - weights.mean(dim=0)).square().sum(dim=0).sqrt()
 
 

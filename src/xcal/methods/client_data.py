@@ -14,6 +14,7 @@ from torch import Tensor
 from xcal.data.augment import VIEWS, Augment, View, check_views, choose_views, show
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.dp.clipping.precision import double
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import UnitTable, filled_up, images_of, poisson_draw
 from xcal.errors import UserError
@@ -300,6 +301,11 @@ class LocalData:
             one_row_each=self.unit == "record" and self._views == 1,
         )
 
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may show several findings at once."""
+        return self._images.multi_label
+
     def digest(self) -> str:
         """A fingerprint of all that a draw can return. It stays in the client's own ledger."""
         state = hashlib.sha256()
@@ -313,7 +319,7 @@ class LocalData:
 def mean_by_unit(values: Tensor, units: Tensor, n_units: int) -> NDArray[np.float64]:
     """The mean of an image's values over its unit; units without an image get 0."""
     where = units.cpu().numpy()
-    sums = np.bincount(where, weights=values.double().cpu().numpy(), minlength=n_units)
+    sums = np.bincount(where, weights=double(values).cpu().numpy(), minlength=n_units)
     counts = np.bincount(where, minlength=n_units)
     result: NDArray[np.float64] = sums / np.maximum(counts, 1)
     return result

@@ -16,6 +16,7 @@ from xcal.dp.account import Account
 from xcal.dp.accounting import CostTable
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
+from xcal.dp.clipping.precision import double, exact_device
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
@@ -108,7 +109,7 @@ class StepAverage:
             return
         self._count += 1
         for name, value in self._params.items():
-            exact = value.detach().double()
+            exact = double(value.detach())
             self._sums[name] = self._sums[name].add_(exact) if name in self._sums else exact.clone()
 
     def weights(self) -> dict[str, Tensor]:
@@ -116,8 +117,7 @@ class StepAverage:
         if not self._count:
             return {name: value.detach().clone() for name, value in self._params.items()}
         return {
-            name: (self._sums[name] / self._count).to(value.dtype)
-            for name, value in self._params.items()
+            name: (self._sums[name] / self._count).to(value) for name, value in self._params.items()
         }
 
     def state(self) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class StepAverage:
     def load(self, state: Mapping[str, Tensor]) -> None:
         self._count = int(state.get("/count", 0))
         self._sums = {
-            name: value.to(self._params[name].device, copy=True)
+            name: value.to(exact_device(self._params[name].device), copy=True)
             for name, value in state.items()
             if name != "/count"
         }

@@ -20,7 +20,8 @@ def loss_of(experiment: Experiment) -> Loss | None:
     """The experiment's loss, one number per image; None: cross-entropy.
 
     `package.module:name` is a function of (logits, labels) that gives one number per image, or a
-    torch loss, whose reduction is then none: the mean over a batch is taken by the private step.
+    torch loss, whose reduction is then none: the mean over a batch is taken by the private step,
+    and that over an image's findings here.
     """
     if experiment.loss is None:
         return None
@@ -38,11 +39,24 @@ def loss_of(experiment: Experiment) -> Loss | None:
     if hasattr(found, "reduction"):
         found = copy.copy(found)
         found.reduction = "none"
+        return _PerImage(found)
     loss: Loss = found
     return loss
 
 
-def check_loss(experiment: Experiment, classes: int) -> None:
+class _PerImage:
+    """A torch loss, one number per image: several, of its findings, are averaged."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        losses = self._loss(output, targets)
+        several = isinstance(losses, Tensor) and losses.dim() > 1
+        return losses.flatten(1).mean(1) if several else losses
+
+
+def check_loss(experiment: Experiment, classes: int, multi_label: bool = False) -> None:
     """Refuse a loss that does not give one number per image, by that image alone."""
     loss = loss_of(experiment)
     if loss is None or experiment.loss is None:
@@ -50,6 +64,8 @@ def check_loss(experiment: Experiment, classes: int) -> None:
     source = torch.Generator().manual_seed(0)
     logits = torch.randn(5, classes, generator=source, requires_grad=True)
     labels = torch.arange(5) % classes
+    if multi_label:
+        labels = (torch.rand(5, classes, generator=source) < 0.5).long()
 
     def numbers(some: Tensor, truth: Tensor) -> Tensor:
         return per_sample(loss, some, truth)[0]

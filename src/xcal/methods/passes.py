@@ -25,7 +25,9 @@ from xcal.models.backbone import split_backbone
 _seen: dict[tuple[object, ...], bool] = {}
 
 
-def is_batch_invariant(model: nn.Module, image: tuple[int, ...], rows: int) -> int:
+def is_batch_invariant(
+    model: nn.Module, image: tuple[int, ...], rows: int, *, multi_label: bool = False
+) -> int:
     """`rows`, if an image's numbers are then the same in every place and beside any others; else 1.
 
     Looked at to the bit, on made-up images (of shape `image`) and weights: in a training pass all
@@ -33,7 +35,8 @@ def is_batch_invariant(model: nn.Module, image: tuple[int, ...], rows: int) -> i
     for inference. Once in a process for a network's layers; its weights should be the first ones,
     not those of a server. The model is left as it is, and so is the random state.
     """
-    if rows <= 1 or _known("apart", model, image, rows, _apart):
+    look = _apart_by_findings if multi_label else _apart
+    if rows <= 1 or _known(look.__name__, model, image, rows, look):
         return rows
     return 1
 
@@ -63,12 +66,20 @@ def _known(
     return _seen[question]
 
 
-def _apart(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
+def _apart_by_findings(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
+    return _apart(model, image, rows, multi_label=True)
+
+
+def _apart(
+    model: nn.Module, image: tuple[int, ...], rows: int, *, multi_label: bool = False
+) -> bool:
     source = torch.Generator().manual_seed(0)
     stranger = _stranger(model, source)
     first, others = (_images(model, image, rows, source) for _ in range(2))
     numbers = torch.arange(rows, device=first.device)
     labels = _labels(stranger, first)
+    if multi_label:  # another loss: every finding but one
+        labels = 1 - torch.nn.functional.one_hot(labels, int(labels.max()) + 1)
     seen = list(_numbers(stranger, first, labels))
     everybody, even = torch.ones_like(numbers, dtype=torch.bool), numbers % 2 == 0
     # All of them one place on, which ties every place to the next; then half of them elsewhere,

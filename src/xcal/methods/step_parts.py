@@ -213,7 +213,7 @@ def broken_units(
 ) -> NDArray[np.bool_]:
     bad = ~torch.isfinite(parts.logit_drop + parts.margin + parts.concentration)
     broken: NDArray[np.bool_] = sums.dropped.cpu().numpy().astype(bool)
-    broken[batch.units[chosen][bad].cpu().numpy()] = True
+    broken[batch.units[chosen].cpu().numpy()[bad.cpu().numpy()]] = True
     return broken
 
 

@@ -42,6 +42,13 @@ def macro_f1(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> float:
     return float(np.mean(2 * hits[present] / mentions[present]))
 
 
+def finding_f1(labels: ArrayLike, predicted: ArrayLike) -> float:
+    """F1 of one finding, in [0, 1]; NaN where it neither occurs nor is predicted."""
+    counts = confusion_matrix(labels, predicted, 2)
+    mentions = int(counts[1].sum() + counts[:, 1].sum())
+    return 2 * int(counts[1, 1]) / mentions if mentions else float("nan")
+
+
 def sensitivity(counts: NDArray[np.int64]) -> FloatArray:
     """Per class of a confusion matrix: the share of its images that are recognized, in [0, 1].
 
@@ -62,7 +69,7 @@ def specificity(counts: NDArray[np.int64]) -> FloatArray:
 
 def balanced_accuracy(labels: ArrayLike, predicted: ArrayLike, n_classes: int) -> float:
     """The mean sensitivity of the classes that occur, in [0, 1]; NaN without any image."""
-    return _mean_of_defined(sensitivity(confusion_matrix(labels, predicted, n_classes)))
+    return mean_of_defined(sensitivity(confusion_matrix(labels, predicted, n_classes)))
 
 
 def auroc_per_class(labels: ArrayLike, probabilities: ArrayLike) -> FloatArray:
@@ -85,7 +92,7 @@ def auroc_per_class(labels: ArrayLike, probabilities: ArrayLike) -> FloatArray:
 
 def auroc(labels: ArrayLike, probabilities: ArrayLike) -> float:
     """The mean of `auroc_per_class` over the classes that have one, in [0, 1]; else NaN."""
-    return _mean_of_defined(auroc_per_class(labels, probabilities))
+    return mean_of_defined(auroc_per_class(labels, probabilities))
 
 
 def calibration_error(labels: ArrayLike, probabilities: ArrayLike, *, bins: int = 15) -> float:
@@ -124,8 +131,10 @@ def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> FloatArray:
     return result
 
 
-def _mean_of_defined(values: FloatArray) -> float:
-    defined = values[~np.isnan(values)]
+def mean_of_defined(values: ArrayLike) -> float:
+    """The mean of those that are numbers; NaN of none."""
+    known = np.asarray(values, dtype=np.float64)
+    defined = known[~np.isnan(known)]
     return float(defined.mean()) if defined.size else float("nan")
 
 

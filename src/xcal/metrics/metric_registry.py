@@ -20,7 +20,9 @@ from xcal.metrics.classification import (
     calibration_error,
     class_numbers,
     confusion_matrix,
+    finding_f1,
     macro_f1,
+    mean_of_defined,
     sensitivity,
     specificity,
 )
@@ -92,8 +94,13 @@ def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[
 
     An image whose probabilities are not finite counts as a wrong answer of no confidence at all:
     it is given the class after its own and equal probabilities, and counted in `broken_images`.
+
+    Labels (N, findings), a 0 or 1 each, go with the probability of every finding: then all is
+    measured finding by finding, called where it is as likely as not, and means are over findings.
     """
     scores = np.asarray(probabilities, dtype=np.float64)
+    if np.ndim(labels) == 2:
+        return _finding_metrics(np.asarray(labels, dtype=np.int64), scores)
     truth = np.asarray(labels).reshape(-1)
     if scores.ndim != 2 or len(scores) != truth.size or scores.shape[1] < 2:
         raise UserError(
@@ -115,6 +122,38 @@ def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[
         "sensitivity": [_or_none(value) for value in sensitivity(counts)],
         "specificity": [_or_none(value) for value in specificity(counts)],
         "confusion_matrix": counts.tolist(),
+    }
+
+
+def _finding_metrics(truth: NDArray[np.int64], scores: NDArray[np.float64]) -> dict[str, Any]:
+    if truth.shape != scores.shape:
+        raise UserError(
+            f"There are labels of the shape {truth.shape} and probabilities of {scores.shape}: give"
+            " one of each per image and finding."
+        )
+    broken = np.logical_not(np.isfinite(scores).all(axis=1)).reshape(-1)
+    scores = np.where(broken[:, None], 0.5, scores)
+    predicted = np.where(broken[:, None], 1 - truth, scores >= 0.5).astype(np.int64)
+    means: dict[str, list[float]] = {m.name: [] for m in METRICS if m.function}
+    sensitivities, specificities = [], []
+    for y, p, s in zip(truth.T, predicted.T, scores.T, strict=True):
+        both = np.stack([1 - s, s], axis=1)
+        for metric in METRICS:
+            if metric.function:
+                means[metric.name].append(metric.function(y, p, both))
+        means["macro_f1"][-1] = finding_f1(y, p)  # of the finding, not of its absence
+        counts = confusion_matrix(y, p, 2)
+        sensitivities.append(float(sensitivity(counts)[1]))
+        specificities.append(float(specificity(counts)[1]))
+    return {
+        "images": len(truth),
+        "broken_images": int(broken.sum()),
+        **{name: _or_none(mean_of_defined(values)) for name, values in means.items()},
+        "auroc_per_class": [_or_none(value) for value in means["auroc"]],
+        "sensitivity": [_or_none(value) for value in sensitivities],
+        "specificity": [_or_none(value) for value in specificities],
+        "images_per_class": truth.sum(axis=0).tolist(),
+        "confusion_matrix": None,
     }
 
 

@@ -43,6 +43,15 @@ def fit_temperature(logits: ArrayLike, labels: ArrayLike) -> float:
     return math.exp(float(found.x))
 
 
+def as_questions(logits: ArrayLike) -> NDArray[np.float64]:
+    """Logits (N, findings) as so many questions of two answers, (N x findings, 2): no, yes.
+
+    softmax over the two is each finding's own probability.
+    """
+    yes = np.asarray(logits, dtype=np.float64).reshape(-1)
+    return np.stack([np.zeros_like(yes), yes], axis=1)
+
+
 def confidences(logits: ArrayLike, temperature: float = 1.0) -> NDArray[np.float64]:
     """softmax(logits / T), (N, classes); NaN throughout a row that is not finite."""
     rows = np.asarray(logits, dtype=np.float64)

@@ -26,7 +26,8 @@ class Picture:
 
     name: str
     pixels: NDArray[np.uint8]
-    label: int | None = None
+    label: int | tuple[int, ...] | None = None
+    """A class number; of several findings a 0 or 1 each."""
 
 
 def find_pictures(run: LoadedRun, words: Sequence[str]) -> list[Picture]:
@@ -89,7 +90,8 @@ def _from_test(test: Images, which: str) -> Picture:
             f"{TEST}{which} names no image of the run's test split: give{example} a number from 0"
             f" to {len(test) - 1}."
         )
-    return Picture(str(test.ids[index]), np.asarray(test.pixels[index]), int(test.labels[index]))
+    label = tuple(test.labels[index].tolist()) if test.multi_label else int(test.labels[index])
+    return Picture(str(test.ids[index]), np.asarray(test.pixels[index]), label)
 
 
 def _from_folder(folder: Path, pixels: int) -> list[Picture]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from xcal.config import nearest
 from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
+from xcal.explain.one_finding import OneFinding
 from xcal.explain.road import RoadResult, RoadSettings, road
 from xcal.explain.signal import mask_images, top_cells
 from xcal.federation.evaluation import OnImages
@@ -53,11 +57,15 @@ class Explanation:
     lerf: tuple[float, ...]
     road: float
     notes: tuple[str, ...]
+    classes: tuple[str, ...]
+    """What `probabilities` are of."""
+    likeliest: str
+    """The network's own answer: of a finding that is asked for, whether it is there."""
 
     @property
     def right(self) -> bool | None:
         """Whether the answer is the truth; None where that is not known."""
-        return None if self.truth is None else self.truth == self.answer.name
+        return None if self.truth is None else self.truth == self.likeliest
 
 
 def explain_pictures(
@@ -66,23 +74,51 @@ def explain_pictures(
     *,
     method: str = DEFAULT,
     settings: RoadSettings | None = None,
+    finding: str | None = None,
     on_images: OnImages = lambda *_: None,
 ) -> list[Explanation]:
     """Explain each picture by its own; the model is left untouched.
 
-    A picture's numbers do not depend on which others are explained with it.
+    A picture's numbers do not depend on which others are explained with it. Of a run that tells
+    several findings at once one is explained: `finding`, or the likeliest in each picture.
     """
+    number = _number_of(run, finding)
     found = []
     for picture in pictures:
-        found.append(_explain(run, picture, method, settings or RoadSettings()))
+        asked, shown = (run, picture) if not run.multi_label else _one_of(run, picture, number)
+        found.append(_explain(asked, shown, method, settings or RoadSettings()))
         on_images(len(found), len(pictures))
     return found
+
+
+def _number_of(run: LoadedRun, finding: str | None) -> int | None:
+    if finding is None:
+        return None
+    if not run.multi_label:
+        raise UserError("--finding is for runs that tell several findings at once: leave it out.")
+    by_name = {name.casefold(): number for number, name in enumerate(run.classes)}
+    if finding.casefold() not in by_name:
+        raise UserError(
+            f"The run has no finding {finding!r}.{nearest(finding, run.classes)} It tells"
+            f" {', '.join(run.classes)}."
+        )
+    return by_name[finding.casefold()]
+
+
+def _one_of(run: LoadedRun, picture: Picture, number: int | None) -> tuple[LoadedRun, Picture]:
+    """The run and the picture as a question of one finding."""
+    if number is None:
+        logits = predict_logits(run.model, to_tensor(picture.pixels[None]))[0]
+        number = int(logits.nan_to_num(-math.inf).argmax())
+    label = picture.label[number] if isinstance(picture.label, tuple) else None
+    return run.one_finding(number), replace(picture, label=label)
 
 
 def _explain(run: LoadedRun, picture: Picture, method: str, settings: RoadSettings) -> Explanation:
     inputs = to_tensor(picture.pixels[None])
     probabilities = _softmax(predict_logits(run.model, inputs))
-    first = int(probabilities.argmax())
+    likeliest = int(probabilities.argmax())
+    first = 1 if isinstance(run.model, OneFinding) else likeliest  # there, also if unlikely
     maps = make_maps(run.model, inputs, torch.tensor([first]), method=method)
     # Cells without any saliency are never covered, whatever the run's own method does.
     asked = run.experiment
@@ -94,7 +130,7 @@ def _explain(run: LoadedRun, picture: Picture, method: str, settings: RoadSettin
     confidence = float(probabilities[first])
     return Explanation(
         name=picture.name,
-        truth=None if picture.label is None else run.classes[picture.label],
+        truth=run.classes[picture.label] if isinstance(picture.label, int) else None,
         answer=Answer(run.classes[first], confidence),
         probabilities=tuple(map(float, probabilities)),
         image=_visible(inputs[0]),
@@ -108,6 +144,8 @@ def _explain(run: LoadedRun, picture: Picture, method: str, settings: RoadSettin
         lerf=tuple(map(float, curve.confidence[0] + curve.lerf[0])),
         road=curve.road,
         notes=_notes(maps, curve),
+        classes=run.classes,
+        likeliest=run.classes[likeliest],
     )
 
 

@@ -47,7 +47,9 @@ def description(trained: Trained, about: dict[str, Any]) -> dict[str, Any]:
         "output": {
             "name": "logits",
             "shape": ["images", len(trained.classes)],
-            "confidences": "softmax(logits / temperature)",
+            "confidences": "sigmoid(logits / temperature), each finding by itself"
+            if trained.run.multi_label
+            else "softmax(logits / temperature)",
             "temperature": trained.temperature,
             "temperature_fitted_on": trained.fitted_on,
         },

@@ -15,7 +15,7 @@ from xcal.explain.choosing import make_maps
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import enlarge_maps
 from xcal.federation.evaluation import explanation_metrics, predict
-from xcal.federation.outcome import OnMeasure, no_predictions, public_subset
+from xcal.federation.outcome import OnMeasure, measured_by_name, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
 from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun
@@ -47,10 +47,10 @@ def evaluate_run(
             f" {against.experiment.pixels} pixels: compare runs of one size."
         )
     wanted = run.experiment.road_test_images if explained is None else explained
-    if why_unexplained(run.model, run.experiment.pixels) is not None:
+    if run.multi_label or why_unexplained(run.model, run.experiment.pixels) is not None:
         wanted = 0
     subset = public_subset(data.test, wanted)
-    found = no_predictions(len(run.classes))
+    found = no_predictions(len(run.classes), run.multi_label)
     if len(data.test):
         found = predict(run.model, data.test, on_images=partial(on_measure, "test images"))
     result: dict[str, Any] = {
@@ -58,7 +58,7 @@ def evaluate_run(
         "data": data.name,
         "split": "test",
         "classes": list(run.classes),
-        "classification": found.metrics(),
+        "classification": measured_by_name(found, data),
         "explanations": None,
         "sanity_check": None,
         "agreement": None,

@@ -39,7 +39,7 @@ def explanations_page(
         guarantee=_guarantee(epsilon, delta, nominal),
         maps=choice.sentence(),
         bar=_data_uri(color_bar(256, 4)),
-        explanations=[_item(run, found) for found in explanations],
+        explanations=[_item(found) for found in explanations],
     )
 
 
@@ -50,9 +50,9 @@ def _guarantee(epsilon: float | None, delta: float | None, nominal: float | None
     return f"no privacy guarantee (ε = ∞{beside})"
 
 
-def _item(run: LoadedRun, found: Explanation) -> dict[str, Any]:
+def _item(found: Explanation) -> dict[str, Any]:
     image, overlaid, covered = (_data_uri(part) for part in tiles(found))
-    ranked = sorted(zip(run.classes, found.probabilities, strict=True), key=lambda pair: -pair[1])
+    ranked = sorted(zip(found.classes, found.probabilities, strict=True), key=lambda pair: -pair[1])
     return {
         "name": found.name,
         "class_name": found.answer.name,

@@ -128,6 +128,7 @@ def save_panel(
     """
     entries = load_entries(folders)
     run = entries[0].run
+    run.refuse_findings("A panel")
     data = load_data(run, beside=[entry.run for entry in entries[1:]])
     shown = choose_images(data.test, images, len(run.classes))
     if not len(shown):

@@ -20,6 +20,7 @@ from xcal.report.run_figures import (
     Tile,
     course_figures,
     facts,
+    findings_table,
     panel_rows,
     read_run,
     result_figure,
@@ -50,6 +51,7 @@ class Page:
     answers: Sequence[str]
     runs: Sequence[RunView] = ()
     runs_table: Table | None = None
+    findings_table: Table | None = None  # AUROC by finding, where runs tell several at once
     lead: Figure | None = None  # the one figure beside the answer
     runs_question: str = "How good is each model?"
     course_figures: Sequence[Figure] = ()
@@ -185,6 +187,7 @@ def runs_page(
         [_runs_answer(runs)],
         runs,
         runs_table(runs),
+        findings_table=findings_table(runs),
         lead=lead,
         runs_question="How good is each model?" if several else "How good is the model?",
         course_figures=courses,

@@ -139,6 +139,21 @@ def runs_table(runs: Sequence[RunView]) -> Table:
     return Table("Runs", head, tuple(rows), note)
 
 
+def findings_table(runs: Sequence[RunView]) -> Table | None:
+    """AUROC by finding, of runs that tell several at once; None where there are none."""
+    told = [(run.name, run.result["classification"]) for run in runs]
+    several = [(name, found) for name, found in told if found.get("auroc_per_finding")]
+    if not several:
+        return None
+    names = list(dict.fromkeys(n for _, found in several for n in found["auroc_per_finding"]))
+    rows = [
+        (run, _text(found["auroc"]), *(_text(found["auroc_per_finding"].get(n)) for n in names))
+        for run, found in several
+    ]
+    note = "AUROC on test images, of each finding by itself, and their mean; 0.5 is chance."
+    return Table("AUROC by finding", ("run", "mean", *names), tuple(rows), note)
+
+
 def course_figures(runs: Sequence[RunView]) -> list[Figure]:
     """F1 and ROAD by round."""
     made = []
@@ -323,6 +338,8 @@ def panel_rows(
     if not entries:
         return [], ""
     first = entries[0].run
+    if first.multi_label:
+        return []
     like = [
         (r, e)
         for r, e in zip(runs, entries, strict=True)

@@ -16,6 +16,7 @@ from xcal.data import catalog
 from xcal.data.images import ImageData, Images
 from xcal.errors import UserError
 from xcal.experiments import read_pinned
+from xcal.explain.one_finding import OneFinding
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED, may_measure
@@ -29,6 +30,23 @@ class LoadedRun(NamedTuple):
     model: nn.Module
     classes: tuple[str, ...]
     folder: Path | None = None
+    multi_label: bool = False
+    """Whether the classes are findings, each told by itself."""
+
+    def one_finding(self, number: int) -> LoadedRun:
+        """The same network asked for one finding: absent or there."""
+        name = self.classes[number]
+        return self._replace(
+            model=OneFinding(self.model, number), classes=(f"no {name}", name), multi_label=False
+        )
+
+    def refuse_findings(self, what: str) -> None:
+        """Raise where the run is of several findings, for what compares classes."""
+        if self.multi_label:
+            raise UserError(
+                f"{what} compares classes of which one is right, and this run tells several"
+                " findings at once: `xcal explain RUN IMAGES --finding NAME` shows one of them."
+            )
 
 
 def load_run(folder: Path) -> LoadedRun:
@@ -62,7 +80,8 @@ def load_run(folder: Path) -> LoadedRun:
             f"The weights in {path} do not fit the network {experiment.network!r} as it is built"
             " now: use the version of the code that the run's card.md names."
         ) from None
-    return LoadedRun(experiment, model.eval(), tuple(classes), folder)
+    several = bool(about.get("multi_label", False))
+    return LoadedRun(experiment, model.eval(), tuple(classes), folder, several)
 
 
 def load_data(
@@ -86,6 +105,11 @@ def load_data(
         _check_others(data, held)
     if name is not None and not len(data.test):
         raise UserError(f"The data set {wanted!r} has no test images: choose another.")
+    if data.multi_label != run.multi_label:
+        raise UserError(
+            f"The data set {wanted!r} cannot judge this run: one of them is of several findings at"
+            " once, the other of classes."
+        )
     if data.classes == run.classes:
         return data
     missing = [c for c in run.classes if c not in data.classes]
@@ -124,6 +148,8 @@ def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
     number = np.array([classes.index(name) for name in data.classes], dtype=np.int64)
 
     def relabeled(images: Images) -> Images:
+        if images.multi_label:
+            return replace(images, labels=images.labels[:, np.argsort(number)])
         return replace(images, labels=number[images.labels])
 
     return replace(

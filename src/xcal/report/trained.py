@@ -27,7 +27,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.given_objects import objects_of
 from xcal.federation.outcome import public_subset
 from xcal.federation.setup import validation_is_public
-from xcal.metrics.temperature import confidences, fit_temperature
+from xcal.metrics.temperature import as_questions, confidences, fit_temperature
 from xcal.plugins import given
 from xcal.report.chosen_images import read_picture
 from xcal.report.runs import LoadedRun, load_data, load_run
@@ -42,7 +42,9 @@ class Predicted:
     """What the model says of N images.
 
     `names` holds the class of each image, None where the network gave no finite answer;
-    `confidences` (N, classes) is the softmax, all NaN where there is no answer.
+    `confidences` (N, classes) is the softmax, all NaN where there is no answer. Of several findings
+    at once `names` holds those that are as likely as not, with | between ("" where none is), and
+    `confidences` the probability of each by itself.
     """
 
     names: tuple[str | None, ...]
@@ -51,7 +53,7 @@ class Predicted:
 
     @property
     def confidence(self) -> NDArray[np.float64]:
-        """That of the class in `names`, (N,)."""
+        """That of the class in `names`, or of the likeliest finding, (N,)."""
         found: NDArray[np.float64] = self.confidences.max(axis=1)
         return found
 
@@ -122,11 +124,23 @@ class Trained:
 
     def answers(self, logits: NDArray[np.float64]) -> Predicted:
         """What logits (N, classes) of this model say, by the temperature."""
-        found = confidences(logits, self.temperature)
+        several = self.run.multi_label
+        if several:
+            found = confidences(as_questions(logits), self.temperature)[:, 1].reshape(logits.shape)
+        else:
+            found = confidences(logits, self.temperature)
         answered: NDArray[np.bool_] = np.asarray(np.isfinite(found).all(axis=1))
         best = np.where(np.isfinite(found), found, 0).argmax(axis=1)
-        names = (self.classes[k] if answered[i] else None for i, k in enumerate(best))
+        names = (
+            None if not answered[i] else self._called(found[i]) if several else self.classes[k]
+            for i, k in enumerate(best)
+        )
         return Predicted(tuple(names), found, self.fitted_on is not None)
+
+    def _called(self, probabilities: NDArray[np.float64]) -> str:
+        """The findings that are as likely as not."""
+        told = zip(self.classes, probabilities, strict=True)
+        return "|".join(name for name, value in told if value >= 0.5)
 
     def logits(self, images: Any, on_images: OnImages = lambda *_: None) -> NDArray[np.float64]:
         """What the network gives, (N, classes), before temperature and softmax."""
@@ -165,9 +179,10 @@ class Trained:
         images = public_validation(self.run)
         logits = self.logits(_Decoded(images.pixels), on_images)
         fitted_on = f"{len(images)} public validation images of {self.experiment.data}"
-        return replace(
-            self, temperature=fit_temperature(logits, images.labels), fitted_on=fitted_on
-        )
+        labels = images.labels
+        if images.multi_label:
+            logits, labels = as_questions(logits), labels.reshape(-1)
+        return replace(self, temperature=fit_temperature(logits, labels), fitted_on=fitted_on)
 
 
 def load(run: str | os.PathLike[str], *, model: Any = None, layer: Any = None) -> Trained:

@@ -82,6 +82,11 @@ def run_cell(
     began = time.monotonic()
     experiment = with_constants(cell.experiment(changes))
     federation = prepare(experiment)
+    if federation.data.multi_label:
+        raise UserError(
+            f"Studies compare runs by classes of which one is right, and {federation.data.name} is"
+            " of several findings at once: train it with `xcal run`."
+        )
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
     else:

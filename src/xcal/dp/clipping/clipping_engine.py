@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.dp.clipping.losses import Loss, check_independent
 from xcal.dp.clipping.plain import Plain
+from xcal.dp.clipping.precision import double, exact_device, no_autocast, single
 from xcal.dp.clipping.recorder import (
     INSTEAD_OF_BATCH_NORM,
     RecordedPass,
@@ -63,7 +65,7 @@ class ClippedSum:
         if len(self.norms) == count:
             return self
         norms, dropped = self.norms.new_zeros(count), self.dropped.new_zeros(count)
-        norms[numbers], dropped[numbers] = self.norms, self.dropped
+        norms[numbers.to(norms.device)], dropped[numbers] = self.norms, self.dropped
         return replace(self, norms=norms, dropped=dropped)
 
 
@@ -76,7 +78,7 @@ def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
     total: dict[str, Tensor] = {}
     for part in parts:
         _add(total, part.gradients)
-    total = {name: value.to(parts[0].gradients[name].dtype) for name, value in total.items()}
+    total = {name: value.to(parts[0].gradients[name]) for name, value in total.items()}
     shown = [part.features for part in parts if part.features is not None]
     return ClippedSum(
         total,
@@ -91,7 +93,7 @@ def joined(parts: Sequence[ClippedSum]) -> ClippedSum:
 def _add(total: dict[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """Sums of many parts are kept in float64: their roundings may all go the same way."""
     for name, gradient in gradients.items():
-        total[name] = total[name].add_(gradient) if name in total else gradient.double()
+        total[name] = total[name].add_(double(gradient)) if name in total else double(gradient)
 
 
 @dataclass(frozen=True)
@@ -217,12 +219,11 @@ class ClippingEngine:
             images, labels, units, n_units, dtype=self._dtype(images), simplify=not self._rows
         )
         batch = replace(batch, forward=forward, loss=loss)
-        check_rules(self._model, images, labels, forward, loss, self._fallback)
-        if images.is_cuda:
-            # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-                return self._clip(batch, bound, capture)
-        return self._clip(batch, bound, capture)
+        # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
+        tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with no_autocast(images.device), tf32 if images.is_cuda else nullcontext():
+            check_rules(self._model, images, labels, forward, loss, self._fallback)
+            return self._clip(batch, bound, capture)
 
     def _clip(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         if not len(batch.images):
@@ -268,8 +269,8 @@ class ClippingEngine:
         if self._rows:
             present = batch.present()
             norms = measured.new_zeros(units.count)
-            norms[present] = measured[: len(present)]
-        dropped = ~torch.isfinite(norms) | units.any_image(~seen.finite)
+            norms[present.to(norms.device)] = measured[: len(present)]
+        dropped = _not_finite(norms, seen.finite) | units.any_image(~seen.finite)
         if dropped.any():
             gradients, dropped = self._without(batch, dropped, bound)
         else:
@@ -304,8 +305,9 @@ class ClippingEngine:
     def _clip_in_chunks(self, batch: _Batch, bound: Bound, capture: str | None) -> ClippedSum:
         """Chunk after chunk, a unit's images always together."""
         total: dict[str, Tensor] = {}
-        norms = batch.images.new_zeros(batch.units.count, dtype=torch.float64)
-        dropped = torch.zeros_like(norms, dtype=torch.bool)
+        where = exact_device(batch.images.device)
+        norms = torch.zeros(batch.units.count, dtype=torch.float64, device=where)
+        dropped = batch.images.new_zeros(batch.units.count, dtype=torch.bool)
         order, logits, features = [], [], []
         for image_ids, unit_ids, units in _chunks(batch.units, len(batch.images), self._chunk):
             part = batch.take(image_ids, units)
@@ -314,7 +316,7 @@ class ClippingEngine:
             else:
                 one = self._clip_together(part, bound, capture)
             _add(total, one.gradients)
-            norms[unit_ids], dropped[unit_ids] = one.norms, one.dropped
+            norms[unit_ids.to(where)], dropped[unit_ids] = one.norms, one.dropped
             order.append(image_ids)
             logits.append(one.logits)
             features.append(one.features)
@@ -322,7 +324,7 @@ class ClippingEngine:
         shown = [part for part in features if part is not None]
         return ClippedSum(
             {
-                name: total[name].to(p.dtype)
+                name: total[name].to(p.device, p.dtype)
                 for name, p in self._model.named_parameters()
                 if name in total
             },
@@ -342,13 +344,14 @@ class ClippingEngine:
             part = unit.take(ids, Units(1, torch.zeros_like(ids)))
             seen = self._record(part, bound, capture)
             finite = finite and bool(seen.finite.all())
-            own = torch.zeros(seen.tape.units.count, dtype=torch.float64, device=ids.device)
+            own = torch.zeros(seen.tape.units.count, dtype=torch.float64)
+            own = own.to(exact_device(ids.device))
             own[0] = 1
             for name, gradient in seen.tape.weighted_sum(own).items():
                 total[name] = total[name].add_(gradient) if name in total else gradient
             logits.append(seen.logits)
             features.append(seen.features)
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in total.values()))
+        norm = math.sqrt(sum(float(double(g).square().sum()) for g in total.values()))
         dropped = not (finite and math.isfinite(norm))
         if dropped:
             total = {}
@@ -362,7 +365,7 @@ class ClippingEngine:
             self._every_parameter(total),
             torch.cat(logits),
             torch.cat(shown) if shown else None,
-            torch.tensor([norm], dtype=torch.float64, device=device),
+            torch.tensor([norm], dtype=torch.float64, device=exact_device(device)),
             torch.tensor([dropped], device=device),
             bound,
         )
@@ -454,9 +457,11 @@ class OpenPass:
         source = torch.Generator().manual_seed(seed)
         doubled = (torch.randperm(count, generator=source) % 2 == 0).to(losses.device)
         still = torch.zeros_like(doubled)
-        plain = self._gradients(losses, outputs, still, inside)
+        with no_autocast(losses.device):
+            plain = self._gradients(losses, outputs, still, inside)
         for marked in (doubled, ~doubled):
-            moved = self._gradients(losses, outputs, marked, inside)
+            with no_autocast(losses.device):
+                moved = self._gradients(losses, outputs, marked, inside)
             if not self._stay(plain, moved, ~marked):
                 raise MixedRows(
                     "The loss of one row depends on others of the batch, on its way through network"
@@ -486,8 +491,8 @@ class OpenPass:
             mine = self._units.per_image(kept) if len(before) == self._rows else kept
             if not bool(mine.any()):
                 continue
-            own = before[mine].reshape(int(mine.sum()), -1).double()
-            moves = (after[mine].reshape(own.shape).double() - own).abs()
+            own = double(before[mine].reshape(int(mine.sum()), -1))
+            moves = (double(after[mine].reshape(own.shape)) - own).abs()
             moves = moves.nan_to_num(0.0, 0.0, 0.0)
             allowed = 1e-4 * own.nan_to_num(0.0, 0.0, 0.0).abs().amax(1, keepdim=True) + floor
             if bool((moves > allowed).any()):
@@ -500,25 +505,31 @@ class OpenPass:
         Its `logits` are the losses.
         """
         of_image = self._units.of_image
-        weighted = losses
+        weighted = single(losses)
         if of_image is not None:
             sizes = torch.bincount(of_image, minlength=self._units.count)
-            weighted = losses / sizes.to(losses.dtype)[of_image]
+            weighted = weighted / sizes.to(weighted.dtype)[of_image]
         total = weighted.sum()
         refuse_other_uses(total, self._names)
         # Norms and sums must agree to rounding; TF32 convolutions keep ten bits only.
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        tf32 = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        with no_autocast(losses.device), tf32:
             torch.autograd.grad(total, [self._anchor], allow_unused=True)
             self._plain.settle()
             norms = self._tape.squared_norms().sqrt()
             finite = torch.isfinite(losses.detach())
-            dropped = ~torch.isfinite(norms) | self._units.any_image(~finite)
+            dropped = _not_finite(norms, finite) | self._units.any_image(~finite)
             if dropped.any():
                 self._tape.drop(dropped)
             limit = self._bound.norm / (1 + _margin(self._model))
-            factors = _factors(limit, norms).masked_fill(dropped, 0.0)
+            factors = _factors(limit, norms).masked_fill(dropped.to(norms.device), 0.0)
             gradients = _every_parameter(self._model, self._tape.weighted_sum(factors))
         return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
+
+
+def _not_finite(norms: Tensor, beside: Tensor) -> Tensor:
+    """Per unit, on the device of the rest: norms may be kept elsewhere."""
+    return ~torch.isfinite(norms).to(beside.device)
 
 
 def _typical(rows: Tensor) -> float:
@@ -660,4 +671,7 @@ def _refuse_unsupported(model: nn.Module, fallback: Fallback | None, dropout: bo
             fallback.add(name)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            raise UserError(f"parameter {name!r} is {parameter.dtype}: train in float32 or float64")
+            raise UserError(
+                f"parameter {name!r} is {parameter.dtype}: keep the network in float32, and use "
+                "torch.autocast in bfloat16 for its passes"
+            )

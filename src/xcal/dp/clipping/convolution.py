@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xcal.dp.clipping.precision import double
+
 # Explicit gradients are written once and read twice more, and memory is slow: touching one of
 # their numbers costs about as much as this many multiply-adds of a matrix product.
 _TOUCHES = 8
@@ -149,7 +151,7 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape, *, alike: bool = 
     """
     images = g.shape[1]
     if shape.pointwise and images * g.shape[3] * g.shape[4] == 1:
-        return g.flatten(1).double().square().sum(1) * x.flatten(1).double().square().sum(1)
+        return double(g.flatten(1)).square().sum(1) * double(x.flatten(1)).square().sum(1)
     unit = torch.finfo(g.dtype).eps / 2
     outer, inner = _out_gram(g), _patch_gram(x, shape)
     squared, reach = _norms_from_grams(outer, inner)
@@ -158,11 +160,11 @@ def gram_squared_norms(g: Tensor, x: Tensor, shape: ConvShape, *, alike: bool = 
     badly = summands * unit * reach > _DOUBT * squared
     # A square of a small number underflows, at one pixel or at all of them, and hides a norm that
     # a huge factor makes large. In float64 no square of a float32 does, nor a product of two.
-    badly |= ~(_well_scaled(outer) & _well_scaled(inner))
+    badly |= ~(_well_scaled(outer) & _well_scaled(inner)).to(badly.device)
     doubtful = badly.nonzero().flatten()
     at_once = 1 if alike else max(len(doubtful), 1)
     for ids in torch.split(doubtful, at_once) if len(doubtful) else ():
-        exact = _out_gram(g[ids].double()), _patch_gram(x[ids].double(), shape)
+        exact = _out_gram(double(g[ids])), _patch_gram(double(x[ids]), shape)
         squared[ids], reach[ids] = _norms_from_grams(*exact)
     return torch.maximum(squared, _hidden(outer.shape[1], unit) * reach)
 
@@ -190,8 +192,8 @@ def unmeasurable(x: Tensor) -> Tensor:
 
 def _norms_from_grams(outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
     """The squared norms and R^2 of units, in float64."""
-    squared = torch.einsum("upq,upq->u", outer.double(), inner.double())
-    lengths = outer.diagonal(dim1=1, dim2=2).double() * inner.diagonal(dim1=1, dim2=2).double()
+    squared = torch.einsum("upq,upq->u", double(outer), double(inner))
+    lengths = double(outer.diagonal(dim1=1, dim2=2)) * double(inner.diagonal(dim1=1, dim2=2))
     reach = lengths.clamp_min(0).sqrt().sum(1).square()
     return squared.clamp_min(0), reach
 

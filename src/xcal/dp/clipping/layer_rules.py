@@ -23,6 +23,7 @@ from xcal.dp.clipping.convolution import (
     per_image_weight_gradient,
     without_skipped_pixels,
 )
+from xcal.dp.clipping.precision import autocast_type, no_autocast, single
 from xcal.dp.clipping.tape import Tape
 
 
@@ -34,14 +35,27 @@ def apply(
     bias: Tensor | None,
     *rest: object,
 ) -> Tensor:
-    """Call a stand-in with the parameters cut from the graph."""
+    """Call a stand-in with the parameters cut from the graph; under autocast, as autocast does.
+
+    There a product (`rounds`) is of numbers in half precision. Norms are computed in float32 and
+    hand on the precision that they were given, as they do inside the library.
+    """
     weight = None if weight is None else weight.detach()
     bias = None if bias is None else bias.detach()
     run: Callable[..., Tensor] = function.apply
-    return run(x, anchor, weight, bias, *rest)
+    half = autocast_type(x.device)
+    if half is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return run(x, anchor, weight, bias, *rest)
+    with no_autocast(x.device):
+        if not getattr(function, "rounds", False):
+            return run(single(x), anchor, weight, bias, *rest).to(x.dtype)
+        weight, bias = (None if p is None else p.to(half) for p in (weight, bias))
+        return run(x.to(half), anchor, weight, bias, *rest)
 
 
 class Convolution(torch.autograd.Function):
+    rounds = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -64,12 +78,14 @@ class Convolution(torch.autograd.Function):
         x, weight, patches = ctx.saved_tensors
         shape, tape = ctx.shape, ctx.tape
         weight_name, bias_name = ctx.names
+        exact = single(g)
         if bias_name is not None:
-            tape.add_rows(bias_name, g.sum((2, 3)))
+            tape.add_rows(bias_name, exact.sum((2, 3)))
         if weight_name is not None:
-            read, reading = without_skipped_pixels(x, shape)
-            scaled = tape.by_channel(weight_name, g)
+            read, reading = without_skipped_pixels(single(x), shape)
+            scaled = tape.by_channel(weight_name, exact)
             if gram_is_cheaper(g, read, reading):
+                patches = None if patches is None else single(patches)
                 tape.add_pair(weight_name, scaled, read, reading, patches)
             else:
                 tape.add_parts(weight_name, per_image_weight_gradient(scaled, read, reading))
@@ -79,6 +95,8 @@ class Convolution(torch.autograd.Function):
 
 class Linear(torch.autograd.Function):
     """On (B, features) or (B, …, features): then every place is a pixel of a 1x1 convolution."""
+
+    rounds = True
 
     @staticmethod
     def forward(
@@ -100,11 +118,12 @@ class Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         tape = ctx.tape
         weight_name, bias_name = ctx.names
+        exact = single(g)
         if bias_name is not None:
-            tape.add_rows(bias_name, _over_places(g))
+            tape.add_rows(bias_name, _over_places(exact))
         if weight_name is not None:
             shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
-            outer, inner = _as_pixels(g), _as_pixels(x)
+            outer, inner = _as_pixels(exact), _as_pixels(single(x))
             scaled = tape.by_channel(weight_name, outer)
             if x.dim() == 2 or gram_is_cheaper(outer, inner, shape):
                 tape.add_pair(weight_name, scaled, inner, shape)

@@ -16,10 +16,17 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def per_sample(loss: Loss | None, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sample's loss, and whether its target is one that the loss knows."""
+    """Every sample's loss, and whether its target is one that the loss knows.
+
+    Without a `loss` the targets say which: class numbers and soft targets, cross-entropy; whole
+    numbers of the output's own shape, a 0 or 1 for each finding, binary cross-entropy.
+    """
+    several = (
+        targets.dim() > 1 and targets.shape == output.shape and not targets.is_floating_point()
+    )
     if loss is None:
-        return _cross_entropy(output, targets)
-    losses = loss(output, targets)
+        return _findings(output, targets) if several else _cross_entropy(output, targets)
+    losses = loss(output, targets.to(output.dtype) if several else targets)
     if not isinstance(losses, Tensor) or losses.shape != output.shape[:1]:
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise UserError(
@@ -27,6 +34,14 @@ def per_sample(loss: Loss | None, output: Tensor, targets: Tensor) -> tuple[Tens
             " (reduction='none', then the mean over everything but the first dimension)"
         )
     return losses, torch.ones_like(losses, dtype=torch.bool)
+
+
+def _findings(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean binary cross-entropy of a sample's findings."""
+    known = ((targets == 0) | (targets == 1)).flatten(1).all(1)
+    truth = targets.clamp(0, 1).to(output.dtype)
+    losses = F.binary_cross_entropy_with_logits(output, truth, reduction="none")
+    return losses.flatten(1).mean(1), known
 
 
 def _cross_entropy(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xcal.dp.clipping.fallback import Fallback
 from xcal.dp.clipping.losses import Loss, per_sample
+from xcal.dp.clipping.precision import double
 from xcal.dp.clipping.recorder import record
 from xcal.dp.clipping.tape import Units
 from xcal.dp.sampling import filled_up
@@ -65,7 +66,7 @@ def _agree_somehow(model: nn.Module, *rest: Any) -> bool:
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
     try:
         return _agree(model, torch.float64, *rest)
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # the latter of devices that have no float64
         if own == torch.float64:
             raise
     return _agree(model, own, *rest)
@@ -102,7 +103,7 @@ def _agree(
                 return True  # nothing that trains is reached
             found = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True)
             own = {n: g for n, g in zip(named, found, strict=True) if g is not None}
-            lengths.append(sum(float(g.double().square().sum()) for g in own.values()) ** 0.5)
+            lengths.append(sum(float(double(g).square().sum()) for g in own.values()) ** 0.5)
             for name, gradient in own.items():
                 alone[name] += (i + 1) * gradient
     if not (all(map(math.isfinite, lengths)) and norms.isfinite().all()):

@@ -18,6 +18,7 @@ from xcal.dp.clipping.convolution import (
     unmeasurable,
 )
 from xcal.dp.clipping.geometry import PLAIN, Geometry
+from xcal.dp.clipping.precision import double, exact_device, single
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Tape:
     All that comes out is scaled by `geometry`. A gradient is linear in the output gradient of its
     layer, so weights of channels are multiplied into that on the way in (`by_channel`); a weight of
     a whole parameter is multiplied into norms and sums on the way out.
+
+    Nothing is kept in half precision, whatever a pass was made in.
     """
 
     def __init__(self, units: Units, device: torch.device, geometry: Geometry = PLAIN) -> None:
@@ -129,7 +132,7 @@ class Tape:
     def add_unit_rows(self, name: str, per_unit: Tensor, unit: int | None = None) -> None:
         """Add to the explicit gradients of a parameter, (U, *shape), or (1, *shape) of one unit."""
         self.asked()
-        rows = _one_part(self.by_channel(name, per_unit))
+        rows = _one_part(self.by_channel(name, single(per_unit)))
         if unit is not None:
             every = rows.new_zeros(1, self.units.count, rows.shape[2])
             every[:, unit] = rows[:, 0]
@@ -144,6 +147,7 @@ class Tape:
     def add_lookup(self, name: str, g: Tensor, ids: Tensor, table: int) -> None:
         """Record that rows `ids` (B, T) of a table were read, with gradients `g` (B, T, D)."""
         self.asked()
+        g = single(g)
         weights = self._geometry.channel_weights(name, g)
         if weights is not None:
             g = g * weights[ids].unsqueeze(-1)
@@ -159,7 +163,7 @@ class Tape:
     def add_parts(self, name: str, per_image: Tensor) -> None:
         """Record explicit gradients in parts (T, B, N), see `per_image_weight_gradient`."""
         self.asked()
-        parts = self.units.summed(per_image)
+        parts = self.units.summed(single(per_image))
         if self.uses[name] > 1:
             # Uses on maps of different sizes may come in different parts: bring all to one.
             parts = parts.permute(1, 2, 0).reshape(1, parts.shape[1], -1)
@@ -174,7 +178,7 @@ class Tape:
             self.add_parts(name, per_image_weight_gradient(g, x, shape))
         else:
             # Cut from the graph, or the pair would hold on to all that came before it.
-            self._pairs[name] = _Pair(g.detach(), x.detach(), shape, patches)
+            self._pairs[name] = _Pair(single(g.detach()), single(x.detach()), shape, patches)
 
     def by_image(self) -> Iterator[Tensor]:
         """All that is written here, with images (units, where they have several) first."""
@@ -212,19 +216,20 @@ class Tape:
 
         Infinite where it cannot be told, which is for numbers that no training brings about.
         """
-        total = torch.zeros(self.units.count, dtype=torch.float64, device=self._device)
+        where = exact_device(self._device)
+        total = torch.zeros(self.units.count, dtype=torch.float64, device=where)
         for name, parts in self._rows.items():
             total += self._geometry.one_weight(name) ** 2 * squared_lengths(parts).sum(0)
         for name, lookup in self._lookups.items():
             unit_ids, _, sums = lookup.by_unit(self.units)
             squared = self._geometry.one_weight(name) ** 2
-            total.index_add_(0, unit_ids, squared * squared_lengths(sums))
+            total.index_add_(0, unit_ids.to(where), squared * squared_lengths(sums))
         if self._pairs:
             buckets = self.units.by_size()
             for name, pair in self._pairs.items():
                 squared = self._geometry.one_weight(name) ** 2
                 for unit_ids, image_ids in buckets:
-                    total[unit_ids] += squared * self._pair_norms(pair, image_ids)
+                    total[unit_ids.to(where)] += squared * self._pair_norms(pair, image_ids)
         return total
 
     def weighted_sum(self, factors: Tensor) -> dict[str, Tensor]:
@@ -233,6 +238,7 @@ class Tape:
         Forgets each entry as it is used, so that memory falls while the sums are formed.
         """
         sums: dict[str, Tensor] = {}
+        factors = _there(factors, self._device)
         for name in list(self._rows):
             parts = self._rows.pop(name)
             weighted = factors * self._geometry.one_weight(name)
@@ -262,8 +268,15 @@ class Tape:
         else:
             # A unit of many images: its own gradient is smaller than its Gram matrix.
             squared = torch.stack([_many_images_norm(pair, ids) for ids in image_ids])
-        too_large = unmeasurable(pair.x)[image_ids].any(1)
+        too_large = unmeasurable(pair.x)[image_ids].any(1).to(squared.device)
         return torch.where(too_large, math.inf, squared)
+
+
+def _there(factors: Tensor, device: torch.device) -> Tensor:
+    """Factors on the device of what they multiply, in float64 where there is such a thing."""
+    if exact_device(device) == device:
+        return factors
+    return factors.float().to(device)
 
 
 def _one_part(rows: Tensor) -> Tensor:
@@ -278,7 +291,7 @@ _PIECE = 1 << 14
 def squared_lengths(rows: Tensor) -> Tensor:
     """Squared Euclidean lengths along the last axis, added up in float64."""
     pieces = torch.split(rows, _PIECE, dim=-1)
-    lengths = [torch.linalg.vector_norm(piece, dim=-1).double().square() for piece in pieces]
+    lengths = [double(torch.linalg.vector_norm(piece, dim=-1)).square() for piece in pieces]
     return torch.stack(lengths).sum(0)
 
 
@@ -289,5 +302,5 @@ def _many_images_norm(pair: _Pair, ids: Tensor) -> Tensor:
     # What is summed later is rounded in another order; the difference is at most proportional to
     # this, by Cauchy and Schwarz: a pixel stands in at most as many patches as there are taps.
     taps = math.prod(pair.shape.kernel)
-    reach = taps * g.double().square().sum() * x.double().square().sum()
+    reach = taps * double(g).square().sum() * double(x).square().sum()
     return squared + 8 * torch.finfo(g.dtype).eps * reach

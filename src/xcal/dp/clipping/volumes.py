@@ -24,6 +24,7 @@ from xcal.dp.clipping.convolution import (
     per_image_weight_gradient,
     without_skipped_pixels,
 )
+from xcal.dp.clipping.precision import single
 from xcal.dp.clipping.tape import Tape
 
 
@@ -62,6 +63,8 @@ class VolumeShape:
 
 
 class Volume(torch.autograd.Function):
+    rounds = True
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -83,10 +86,12 @@ class Volume(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         shape, tape = ctx.shape, ctx.tape
         weight_name, bias_name = ctx.names
+        exact = single(g)
         if bias_name is not None:
-            tape.add_rows(bias_name, g.flatten(2).sum(2))
+            tape.add_rows(bias_name, exact.flatten(2).sum(2))
         if weight_name is not None:
-            outer, inner = (x, g) if shape.transposed else (g, x)
+            seen = single(x)
+            outer, inner = (seen, exact) if shape.transposed else (exact, seen)
             _write(tape, weight_name, tape.by_channel(weight_name, outer), inner, weight, shape)
         onward = None
         if ctx.needs_input_grad[0]:
