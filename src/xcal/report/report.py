@@ -177,7 +177,8 @@ def runs_page(
     else:
         lead, courses = (courses[0], courses[1:]) if courses else (None, [])
     finished = all(run.finished for run in runs)
-    rows, told = [], ""
+    rows: list[list[Tile]] = []
+    told = ""
     if panel_images and finished:
         progress("drawing where the models look")
         rows, told = panel_rows(runs, panel_images, maps)

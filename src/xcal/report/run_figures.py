@@ -339,7 +339,7 @@ def panel_rows(
         return [], ""
     first = entries[0].run
     if first.multi_label:
-        return []
+        return [], ""
     like = [
         (r, e)
         for r, e in zip(runs, entries, strict=True)
