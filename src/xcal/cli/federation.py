@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from xcal.cli.site import make_site
 from xcal.errors import UserError
@@ -324,6 +325,51 @@ def submit_command(
     run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout, simulated)
     say(f"Submitted the run {run!r} (job {job}).")
     say(f"Watch it: xcal federation status {run} --watch")
+
+
+@app.command("statistics")
+def statistics_command(
+    experiment: Path = typer.Argument(..., help="An experiment file (TOML): data, pixels, unit."),
+    epsilon: float = typer.Option(..., "--epsilon", help="What each site pays for its answer."),
+    delta: float = typer.Option(..., "--delta", help="What each site pays for its answer."),
+    lead: Path | None = LEAD,
+    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
+    name: str | None = typer.Option(None, "--name", help="Under which name it is charged; new."),
+    timeout: float | None = typer.Option(None, "--timeout", help="Seconds to wait; an hour."),
+    out: Path | None = typer.Option(None, "--out", help="Write the numbers as JSON, too."),
+) -> None:
+    """Lead: before training, ask the sites how many units each class has.
+
+    They answer with noise, charged to their ledgers, if their policy.toml allows it.
+    """
+    from xcal.federation.files import write_json
+    from xcal.federation.nvflare import runs
+
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists already: choose another file.")
+    found = runs.statistics(_lead(lead), experiment, sets, name, (epsilon, delta), timeout)
+    if out is not None:
+        write_json(out, found)
+    _show_statistics(found)
+
+
+def _show_statistics(found: dict[str, Any]) -> None:
+    table = Table(title=f"{found['unit']}s by class, with noise", title_justify="left")
+    for head in ("site", *found["classes"], "±", "share apart"):
+        table.add_column(head, justify="left" if head == "site" else "right")
+    for site, told in found["sites"].items():
+        counts = (f"{count:.0f}" for count in told["counts"])
+        table.add_row(site, *counts, f"{1.96 * told['noise']:.0f}", f"{told['distance']:.2f}")
+    console.print(table)
+    say(
+        f"±: 95 % of the noise that each site added and paid ({found['epsilon']:g},"
+        f" {found['delta']:g}) for. Share apart: total variation between the site's classes and"
+        " those of all sites together, 0 to 1."
+    )
+    for site, code in found["refused"].items():
+        say(f"{site} refused ({code})")
+    for site in found["missing"]:
+        say(f"no answer from {site}")
 
 
 @app.command("status")
