@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -452,6 +452,103 @@ def fetch_command(
 
     for line in runs.fetch(_lead(lead), run, out):
         say(line)
+
+
+# --- operating ------------------------------------------------------------------------------------
+
+
+@app.command("dashboard")
+def dashboard_command(
+    lead: Path | None = LEAD,
+    port: int = typer.Option(8470, "--port", help="On 127.0.0.1; nobody else can reach it."),
+    every: float = typer.Option(5.0, "--every", help="Seconds between looks at the server."),
+    once: bool = typer.Option(False, "--once", help="Print the page and leave."),
+) -> None:
+    """Lead: a live page on this machine: sites, rounds, who is late, refusals, curves, budgets."""
+    from xcal.federation.loopback import serve
+    from xcal.federation.nvflare.dashboard import Eye, page
+    from xcal.federation.nvflare.observe import party_of
+
+    party = party_of(_lead(lead))
+    eye = Eye(party, every)
+    if once:
+        eye.look()
+        typer.echo(page(party.about.federation, eye.snapshot, eye.problem, None, every))
+        return
+    server = serve(port, eye.answers(party.about.federation, every))
+    eye.start()
+    say(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C.")
+    server.serve_forever()
+
+
+@app.command("metrics")
+def metrics_command(
+    folder: Path = typer.Argument(
+        ..., help="The party's folder: a site's, the server's, a lead's."
+    ),
+    port: int = typer.Option(9464, "--port", help="On 127.0.0.1; nobody else can reach it."),
+    once: bool = typer.Option(False, "--once", help="Print the metrics and leave."),
+    verify_every: float = typer.Option(
+        3600.0, "--verify-every", help="Seconds between verifications of a site's ledger."
+    ),
+) -> None:
+    """Serve /metrics in Prometheus' text format and /health on loopback, from a party's files."""
+    from xcal.federation.loopback import Page, serve
+    from xcal.federation.nvflare import exposition, observe
+    from xcal.federation.nvflare.dashboard import Eye
+
+    party = observe.party_of(folder)
+    watched = observe.Watched(party, verify_every)
+    eye = Eye(party, 15.0)
+
+    def text() -> str:
+        if party.about.role in ("lead", "viewer"):
+            return "" if eye.snapshot is None else exposed(exposition.of_runs(eye.snapshot))
+        found = exposition.of_party(watched)
+        if party.about.role == "server":
+            runs = exposition.of_runs(observe.of_server(party))
+            found = {name: [*found[name], *runs[name]] for name in found}
+        return exposed(found)
+
+    def answers(path: str, query: Mapping[str, str]) -> Page | None:  # noqa: ARG001
+        if path == "/metrics":
+            return Page(text(), exposition.KIND)
+        if path != "/health":
+            return None
+        if party.about.role in ("lead", "viewer"):
+            return Page(f"{eye.problem or 'ok'}\n", status=503 if eye.problem else 200)
+        return exposition.health(watched)
+
+    exposed = exposition.exposed
+    if once:
+        if party.about.role in ("lead", "viewer"):
+            eye.look()
+            if eye.problem:
+                raise UserError(eye.problem)
+        typer.echo(text(), nl=False)
+        return
+    server = serve(port, answers)
+    if party.about.role in ("lead", "viewer"):
+        eye.start()
+    say(f"http://127.0.0.1:{server.server_port}/metrics until Ctrl-C.")
+    server.serve_forever()
+
+
+@app.command("clean")
+def clean_command(
+    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
+    days: float = typer.Option(90.0, "--older-than", help="Days that nobody wrote to it."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would go."),
+) -> None:
+    """Remove old job folders, scratch files and logs; never ledgers, runs or answers."""
+    from xcal.federation.nvflare import cleaning
+    from xcal.federation.nvflare.local import parties_in
+
+    for party in parties_in(folder):
+        gone = cleaning.old(party, days) if dry_run else cleaning.clean(party, days)
+        for path in gone:
+            say(f"{'Would remove' if dry_run else 'Removed'} {path}")
+        say(f"{party.about.name}: {len(gone)} of more than {days:g} days.")
 
 
 def _lead(folder: Path | None) -> Path:

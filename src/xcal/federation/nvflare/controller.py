@@ -67,7 +67,7 @@ class XcalController(ModelController):
         self.engine.register_app_command(STATUS_TOPIC, self._status)
 
     def _status(self, topic: str, data: Any, fl_ctx: Any) -> dict[str, Any]:
-        return self._watch.told()
+        return {**self._watch.told(), "waiting": list(self._carrier.waiting)}
 
     def run(self) -> None:
         self._carrier.folder = Path(self.engine.get_workspace().get_root_dir()).parent

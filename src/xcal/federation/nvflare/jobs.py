@@ -23,6 +23,7 @@ from xcal.federation.files import read_json, write_bytes
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
 from xcal.federation.nvflare.parties import Party, json_text
 from xcal.federation.nvflare.provision import require_nvflare
+from xcal.federation.surveys import EVALUATIONS
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 RESULTS = "xcal"  # the folder of a job's workspace that holds what the run may tell
@@ -186,11 +187,12 @@ class Lead:
             if job.status == "FINISHED:ABORTED":  # FLARE ends it before it can say so
                 wordless = f"stopped; go on with `xcal federation resume {job.run}`."
             told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
-            kept = folder / "experiment.toml"
+            kept, sent = folder / "experiment.toml", folder / EVALUATIONS
             return {
                 "text": read_json(outcome)["text"] if outcome.exists() else wordless,
                 "total": read_toml(kept).get("rounds") if kept.exists() else None,
                 "rounds": [json.loads(line) for line in told],
+                "evaluations": read_json(sent) if sent.exists() else None,
             }
 
     def connected(self) -> list[str]:
