@@ -488,6 +488,9 @@ def metrics_command(
     ),
     port: int = typer.Option(9464, "--port", help="On 127.0.0.1; nobody else can reach it."),
     once: bool = typer.Option(False, "--once", help="Print the metrics and leave."),
+    healthy: bool = typer.Option(
+        False, "--health", help="Say whether all is well and leave; exit code 1 where it is not."
+    ),
     verify_every: float = typer.Option(
         3600.0, "--verify-every", help="Seconds between verifications of a site's ledger."
     ),
@@ -520,11 +523,16 @@ def metrics_command(
         return exposition.health(watched)
 
     exposed = exposition.exposed
+    if (once or healthy) and party.about.role in ("lead", "viewer"):
+        eye.look()
+    if healthy:
+        told = answers("/health", {})
+        assert told is not None
+        typer.echo(told.body, nl=False)
+        raise typer.Exit(int(told.status != 200))
     if once:
-        if party.about.role in ("lead", "viewer"):
-            eye.look()
-            if eye.problem:
-                raise UserError(eye.problem)
+        if party.about.role in ("lead", "viewer") and eye.problem:
+            raise UserError(eye.problem)
         typer.echo(text(), nl=False)
         return
     server = serve(port, answers)

@@ -96,7 +96,9 @@ def facts_of(site: SiteDirectory) -> dict[str, Any]:
 def _left(life: dict[str, Any]) -> str:
     """What further runs may reserve, by the ledger's own rule."""
     if "budget" in life:
-        return f"{life['left'] / life['budget']:.1%} of the Rényi budget at order {life['order']:g}"
+        left = max(0.0, life["epsilon"] - life["epsilon_spent"])
+        share = life["left"] / life["budget"]
+        return f"ε = {left:.4g} by the odometer ({share:.1%} of Σρ at order {life['order']:g})"
     if "epsilon_left" in life:
         return f"ε = {life['epsilon_left']:.6g} and δ = {life['delta_left']:.6g}"
     return "the ledger sets no limit"

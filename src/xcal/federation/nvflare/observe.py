@@ -61,7 +61,7 @@ def of_lead(session: Lead, party: Party) -> Snapshot:
         runs.append(
             RunState(
                 job.run,
-                str(told.get("state") or told.get("text") or job.status),
+                str(told.get("state") or told.get("text") or job.words),
                 told.get("total"),
                 told.get("rounds", []),
                 told.get("waiting", []),

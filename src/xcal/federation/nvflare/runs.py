@@ -17,7 +17,7 @@ from xcal.errors import UserError
 from xcal.experiments import load_experiment
 from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
-from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job
+from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, state_words, write_job
 from xcal.federation.nvflare.parties import Party, read_federation
 from xcal.federation.surveys import STATISTICS
 
@@ -155,7 +155,7 @@ def stop(lead: Path, run: str) -> None:
     with Lead.session(Party.find(lead)) as session:
         job = session.last(run)
         if not job.running:
-            raise UserError(f"The run {run!r} is not being worked on ({job.status}).")
+            raise UserError(f"The run {run!r} is not being worked on: {job.words}.")
         session.stop(job)
 
 
@@ -170,7 +170,7 @@ def fetch(lead: Path, run: str, out: Path) -> Iterator[str]:
             raise UserError(f"The run {run!r} is still being worked on: wait, or stop it first.")
         found = session.fetch(job, Path(scratch))
         if not found.is_dir():
-            raise UserError(f"The run {run!r} left no results ({job.status}): resume it.")
+            raise UserError(f"The run {run!r} left no results ({job.words}): resume it.")
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(found, out)
     outcome = read_json(out / "outcome.json")
@@ -213,7 +213,7 @@ class Look:
         if self._run is None:
             jobs = {job.run: job for job in self._session.jobs()}  # the last submission counts
             for job in jobs.values():
-                yield f"{job.run:30} {job.status}"
+                yield f"{job.run:30} {job.words}"
             if not jobs:
                 yield "no runs yet"
             return
@@ -255,7 +255,7 @@ class Look:
         state = progress.get("state") or (not finished and self._last) or self._job.status
         if state != self._last:
             said, self._last = self._last, state
-            yield f"{self._run}: {state}"
+            yield f"{self._run}: {state_words(state)}"
             if finished and state != "FINISHED:COMPLETED" and progress["text"] != said:
                 yield f"{self._run}: {progress['text']}"
 
