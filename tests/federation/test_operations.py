@@ -107,6 +107,11 @@ def test_health_names_what_is_wrong(site_party: Party) -> None:
     assert "head file" in again.body
 
 
+def test_health_as_a_supervisor_asks_for_it(site_party: Party, invoke: Invoke) -> None:
+    code, out, _ = invoke("federation", "metrics", str(site_party.folder), "--health")
+    assert code == 1 and out == "its process does not run\n"
+
+
 def test_a_ledger_is_verified_again_only_after_a_while(site_party: Party) -> None:
     watched = Watched(site_party, every=1000.0)
     watched.ledger()

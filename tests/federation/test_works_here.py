@@ -304,3 +304,14 @@ def test_a_fetched_run_is_measured_by_hand(tmp_path: Path, invoke: Invoke) -> No
     assert code == 0 and "AUROC" in out and runs(site_dir) == {}
     assert (site_dir / "evaluation" / "run.html").exists()
     assert invoke("site", "evaluate", str(site_dir), str(tmp_path))[0] == 2
+
+
+def test_a_backup_says_which_images_were_charged(tmp_path: Path, invoke: Invoke) -> None:
+    site_dir = real(tiny_site(tmp_path, **COUNTS))
+    assert invoke("ledger", "backup", str(site_dir), str(tmp_path / "empty"))[0] == 0
+    assert not (tmp_path / "empty" / "partition.json").exists()  # nothing was charged yet
+    counts(site_dir)
+    code, out, _ = invoke("ledger", "backup", str(site_dir), str(tmp_path / "copy"))
+    assert code == 0 and "partition.json" in out
+    kept, copy = site_dir / "partition.json", tmp_path / "copy" / "partition.json"
+    assert copy.read_bytes() == kept.read_bytes()
