@@ -1,4 +1,4 @@
-"""What lies in deploy/: units that stay hardened, an image that is small, alerts on real metrics."""
+"""What lies in deploy/: units that stay hardened, a small image, alerts on metrics there are."""
 
 from __future__ import annotations
 

@@ -166,13 +166,13 @@ def test_sending_them_is_charged_before(tmp_path: Path) -> None:
     site_dir = real(tiny_site(tmp_path, **SENT))
     got = final(trained(site_dir))
     assert isinstance(got, Disclosure) and (got.epsilon, got.delta) == (2.0, 1e-4)
-    assert runs(site_dir)["trial-evaluation"] == 1
-    (charge,) = charges_of(read_rows(site_dir / "ledger.sqlite"), "trial-evaluation")
+    assert runs(site_dir)["trial+evaluation"] == 1
+    (charge,) = charges_of(read_rows(site_dir / "ledger.sqlite"), "trial+evaluation")
     assert [r.name for r in charge.releases] == ["confusion", "calibration"]
     assert verify(site_dir / "ledger.sqlite").ok
     numbers = read_sent(got, 3)
     assert 0 <= numbers["macro_f1"] <= 1 and numbers["epsilon"] == 2.0
-    assert final(site_dir) == got and runs(site_dir)["trial-evaluation"] == 1
+    assert final(site_dir) == got and runs(site_dir)["trial+evaluation"] == 1
     other = {k: v + 1 for k, v in a_request().weights.items()}
     assert final(site_dir, weights=other) == Refusal("0", "round-other-weights")
     logged = [json.loads(x) for x in (site_dir / "log.jsonl").read_text().splitlines()]
@@ -188,10 +188,12 @@ def test_a_head_of_its_own_is_paid_for_and_stays(tmp_path: Path) -> None:
     set_keys(trained(site_dir), 'evaluate = "last"\npersonal = true\npersonal_epochs = 2')
     assert final(site_dir) == Disclosure("0", "trial", {})
     paid = runs(site_dir)
-    assert paid["trial-personal"] > 0 and verify(site_dir / "ledger.sqlite").ok
+    assert paid["trial+personal"] > 0 and verify(site_dir / "ledger.sqlite").ok
     kept = json.loads((site_dir / "evaluation" / "trial.json").read_text())["records"]
     assert [r["model"] for r in kept] == ["global", "personal"]
-    said = json.loads((site_dir / "evaluation" / "trial-personal-statement.json").read_text())
+    said = json.loads((site_dir / "evaluation" / "trial+personal-statement.json").read_text())
+    again = a_request(run="trial+personal", own_rounds=(0,))  # what a curious server would ask
+    assert told(site_dir, encode_request(again)) == Refusal("0", "malformed")
     assert said["epsilon"] == 4.0 and 0 < said["epsilon_spent"] <= 4.0
     assert final(site_dir) == Disclosure("0", "trial", {}) and runs(site_dir) == paid
 
@@ -289,7 +291,10 @@ def test_patients_on_both_sides_are_refused(
     tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XCAL_HOME", str(tmp_path / "home"))
-    site = SiteDirectory.open(hospital(tmp_path, invoke, mixed=True))
+    site_dir = set_keys(hospital(tmp_path, invoke, mixed=True), 'evaluate = "last"')
+    code, _, err = invoke("site", "check", str(site_dir))
+    assert code == 1 and "also trained on" in err
+    site = SiteDirectory.open(site_dir)
     with pytest.raises(UserError, match="also trained on"):
         held_out(site, 16)
 
@@ -302,7 +307,8 @@ def test_a_fetched_run_is_measured_by_hand(tmp_path: Path, invoke: Invoke) -> No
     run_experiment(folder)
     code, out, _ = invoke("site", "evaluate", str(site_dir), str(tmp_path / "run"))
     assert code == 0 and "AUROC" in out and runs(site_dir) == {}
-    assert (site_dir / "evaluation" / "run.html").exists()
+    name = folder.about["run"]
+    assert (site_dir / "evaluation" / f"{name}.html").exists()
     assert invoke("site", "evaluate", str(site_dir), str(tmp_path))[0] == 2
 
 

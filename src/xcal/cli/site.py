@@ -272,6 +272,7 @@ def evaluate_command(
     run: Path = typer.Argument(..., help="A finished run's folder, as `federation fetch` brings."),
 ) -> None:
     """Measure a run's model on this site's held-out images. Nothing is charged or sent."""
+    from xcal.federation.folder import RunFolder
     from xcal.federation.local_evaluation import measure, record
     from xcal.federation.site_directory import SiteDirectory
     from xcal.report.runs import load_run
@@ -284,7 +285,7 @@ def evaluate_command(
             f" {site_dir} have {', '.join(classes)}: they must be the same, in this order."
         )
     measured = measure(opened, loaded.model, loaded.experiment)
-    name = run.resolve().name
+    name = str(RunFolder.find(run).about["run"])  # as the site's ledger has it
     record(opened, name, "global", loaded.experiment.rounds, measured)
     numbers = measured.numbers
     typer.echo(

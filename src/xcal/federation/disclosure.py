@@ -51,6 +51,11 @@ def one_hot(numbers: NDArray[np.int64], size: int) -> NDArray[np.float64]:
     return np.eye(size, dtype=np.float64)[numbers]
 
 
+def own_name(run: str, what: str) -> str:
+    """What a site charges beside a run's rounds: a name that no message can ask for."""
+    return f"{run}+{what}"
+
+
 def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosure:
     """Units by class, with noise; refused unless the policy allows it. Charged before the draw."""
     policy = site.policy
@@ -121,7 +126,7 @@ def disclose(
         epsilon, delta = target
         made = calibrate_fixed(epsilon, delta, 1.0, 1)
         by_count = made.accountant == "pld"
-        name = run if what == "statistics" else f"{run}-{what}"
+        name = run if what == "statistics" else own_name(run, what)
         noise = site.noise()
         terms = RunTerms(
             run=name,

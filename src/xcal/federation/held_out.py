@@ -31,7 +31,7 @@ class HeldOut:
     subgroups: dict[str, NDArray[np.str_]]  # by column, one value an image
 
 
-def held_out(site: SiteDirectory, pixels: int) -> HeldOut:
+def held_out(site: SiteDirectory, pixels: int | None) -> HeldOut:
     """The split that site.toml names. Raises `UserError` where its people are trained on."""
     data = site.whole_set(pixels)
     images = data.test if site.about.evaluate_on == "test" else data.validation

@@ -2,7 +2,8 @@
 
 It is made by the private engine and paid for in the site's ledger, although it stays at the site: a
 file gets copied, shown and written about, and what is promised of it must hold then too. So it has
-a guarantee of its own, a run called `RUN-personal` whose only recipient is the site.
+a guarantee of its own, as a run called `RUN+personal`, which no message can name: no server is
+given it, neither by the site nor by asking for the answer that is kept of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.answer import respond
+from xcal.federation.disclosure import own_name
 from xcal.federation.exchange import Question, RoundRequest, Weights, load_weights
 from xcal.federation.files import own_folder, write_json, write_tensors
 from xcal.federation.loaded_site import Held
@@ -85,7 +87,7 @@ def head_of_its_own(
             "delta": policy.personal_delta,
         }
     )
-    client, name = _Around(site, weights), f"{run}-personal"
+    client, name = _Around(site, weights), own_name(run, "personal")
     start: Weights = {k: p.detach().clone() for k, p in trainable(client.start(own)).items()}
     request = RoundRequest(name, 0, (0,), own)
     reply = respond(client, Question(client.name, request, start))

@@ -185,7 +185,7 @@ class Watch(NullCallback):
         self._total = 0
 
     def begin(self, folder: RunFolder, total: int) -> None:
-        self._run = folder.about["run"]
+        self._run = folder.path.name
         self._rounds = folder.read_lines("rounds.jsonl")
         self._total = total
         self.state = "training"
