@@ -19,6 +19,7 @@ from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.answer import answer
+from xcal.federation.certificate import facts_of
 from xcal.federation.folder import RunFolder
 from xcal.federation.held_out import held_out
 from xcal.federation.local import run_experiment
@@ -192,6 +193,10 @@ def test_a_head_of_its_own_is_paid_for_and_stays(tmp_path: Path) -> None:
     kept = json.loads((site_dir / "evaluation" / "trial.json").read_text())["records"]
     assert [r["model"] for r in kept] == ["global", "personal"]
     said = json.loads((site_dir / "evaluation" / "trial+personal-statement.json").read_text())
+    certified = {
+        run["run"]: run["recipients"] for run in facts_of(SiteDirectory.open(site_dir))["runs"]
+    }
+    assert certified["trial+personal"] == "this site alone" != certified["trial"]
     again = a_request(run="trial+personal", own_rounds=(0,))  # what a curious server would ask
     assert told(site_dir, encode_request(again)) == Refusal("0", "malformed")
     assert said["epsilon"] == 4.0 and 0 < said["epsilon_spent"] <= 4.0

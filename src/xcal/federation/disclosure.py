@@ -37,6 +37,7 @@ from xcal.federation.site_directory import SiteDirectory
 
 Sums = Mapping[str, NDArray[np.float64]]
 CLASSES = "classes"
+PERSONAL = "personal"
 NORM = 1.0  # how far one unit may move a table
 
 
@@ -54,6 +55,11 @@ def one_hot(numbers: NDArray[np.int64], size: int) -> NDArray[np.float64]:
 def own_name(run: str, what: str) -> str:
     """What a site charges beside a run's rounds: a name that no message can ask for."""
     return f"{run}+{what}"
+
+
+def is_own(name: str) -> bool:
+    """Whether only the site got what was charged under this name: a head of its own."""
+    return name.endswith(own_name("", PERSONAL))
 
 
 def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosure:

@@ -16,7 +16,7 @@ from torch import nn
 from xcal.config import Experiment
 from xcal.errors import UserError
 from xcal.federation.answer import respond
-from xcal.federation.disclosure import own_name
+from xcal.federation.disclosure import PERSONAL, own_name
 from xcal.federation.exchange import Question, RoundRequest, Weights, load_weights
 from xcal.federation.files import own_folder, write_json, write_tensors
 from xcal.federation.loaded_site import Held
@@ -87,7 +87,7 @@ def head_of_its_own(
             "delta": policy.personal_delta,
         }
     )
-    client, name = _Around(site, weights), own_name(run, "personal")
+    client, name = _Around(site, weights), own_name(run, PERSONAL)
     start: Weights = {k: p.detach().clone() for k, p in trainable(client.start(own)).items()}
     request = RoundRequest(name, 0, (0,), own)
     reply = respond(client, Question(client.name, request, start))
