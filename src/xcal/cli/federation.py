@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from xcal.cli.site import make_site
 from xcal.errors import UserError
@@ -326,6 +327,51 @@ def submit_command(
     say(f"Watch it: xcal federation status {run} --watch")
 
 
+@app.command("statistics")
+def statistics_command(
+    experiment: Path = typer.Argument(..., help="An experiment file (TOML): data, pixels, unit."),
+    epsilon: float = typer.Option(..., "--epsilon", help="What each site pays for its answer."),
+    delta: float = typer.Option(..., "--delta", help="What each site pays for its answer."),
+    lead: Path | None = LEAD,
+    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
+    name: str | None = typer.Option(None, "--name", help="Under which name it is charged; new."),
+    timeout: float | None = typer.Option(None, "--timeout", help="Seconds to wait; an hour."),
+    out: Path | None = typer.Option(None, "--out", help="Write the numbers as JSON, too."),
+) -> None:
+    """Lead: before training, ask the sites how many units each class has.
+
+    They answer with noise, charged to their ledgers, if their policy.toml allows it.
+    """
+    from xcal.federation.files import write_json
+    from xcal.federation.nvflare import runs
+
+    if out is not None and out.exists():
+        raise UserError(f"{out} exists already: choose another file.")
+    found = runs.statistics(_lead(lead), experiment, sets, name, (epsilon, delta), timeout)
+    if out is not None:
+        write_json(out, found)
+    _show_statistics(found)
+
+
+def _show_statistics(found: dict[str, Any]) -> None:
+    table = Table(title=f"{found['unit']}s by class, with noise", title_justify="left")
+    for head in ("site", *found["classes"], "±", "share apart"):
+        table.add_column(head, justify="left" if head == "site" else "right")
+    for site, told in found["sites"].items():
+        counts = (f"{count:.0f}" for count in told["counts"])
+        table.add_row(site, *counts, f"{1.96 * told['noise']:.0f}", f"{told['distance']:.2f}")
+    console.print(table)
+    say(
+        f"±: 95 % of the noise that each site added and paid ({found['epsilon']:g},"
+        f" {found['delta']:g}) for. Share apart: total variation between the site's classes and"
+        " those of all sites together, 0 to 1."
+    )
+    for site, code in found["refused"].items():
+        say(f"{site} refused ({code})")
+    for site in found["missing"]:
+        say(f"no answer from {site}")
+
+
 @app.command("status")
 def status_command(
     run: str | None = typer.Argument(None, help="A run's name; all if not given."),
@@ -406,6 +452,111 @@ def fetch_command(
 
     for line in runs.fetch(_lead(lead), run, out):
         say(line)
+
+
+# --- operating ------------------------------------------------------------------------------------
+
+
+@app.command("dashboard")
+def dashboard_command(
+    lead: Path | None = LEAD,
+    port: int = typer.Option(8470, "--port", help="On 127.0.0.1; nobody else can reach it."),
+    every: float = typer.Option(5.0, "--every", help="Seconds between looks at the server."),
+    once: bool = typer.Option(False, "--once", help="Print the page and leave."),
+) -> None:
+    """Lead: a live page on this machine: sites, rounds, who is late, refusals, curves, budgets."""
+    from xcal.federation.loopback import serve
+    from xcal.federation.nvflare.dashboard import Eye, page
+    from xcal.federation.nvflare.observe import party_of
+
+    party = party_of(_lead(lead))
+    eye = Eye(party, every)
+    if once:
+        eye.look()
+        typer.echo(page(party.about.federation, eye.snapshot, eye.problem, None, every))
+        return
+    server = serve(port, eye.answers(party.about.federation, every))
+    eye.start()
+    say(f"http://127.0.0.1:{server.server_port}/ until Ctrl-C.")
+    server.serve_forever()
+
+
+@app.command("metrics")
+def metrics_command(
+    folder: Path = typer.Argument(
+        ..., help="The party's folder: a site's, the server's, a lead's."
+    ),
+    port: int = typer.Option(9464, "--port", help="On 127.0.0.1; nobody else can reach it."),
+    once: bool = typer.Option(False, "--once", help="Print the metrics and leave."),
+    healthy: bool = typer.Option(
+        False, "--health", help="Say whether all is well and leave; exit code 1 where it is not."
+    ),
+    verify_every: float = typer.Option(
+        3600.0, "--verify-every", help="Seconds between verifications of a site's ledger."
+    ),
+) -> None:
+    """Serve /metrics in Prometheus' text format and /health on loopback, from a party's files."""
+    from xcal.federation.loopback import Page, serve
+    from xcal.federation.nvflare import exposition, observe
+    from xcal.federation.nvflare.dashboard import Eye
+
+    party = observe.party_of(folder)
+    watched = observe.Watched(party, verify_every)
+    eye = Eye(party, 15.0)
+
+    def text() -> str:
+        if party.about.role in ("lead", "viewer"):
+            return "" if eye.snapshot is None else exposed(exposition.of_runs(eye.snapshot))
+        found = exposition.of_party(watched)
+        if party.about.role == "server":
+            runs = exposition.of_runs(observe.of_server(party))
+            found = {name: [*found[name], *runs[name]] for name in found}
+        return exposed(found)
+
+    def answers(path: str, query: Mapping[str, str]) -> Page | None:  # noqa: ARG001
+        if path == "/metrics":
+            return Page(text(), exposition.KIND)
+        if path != "/health":
+            return None
+        if party.about.role in ("lead", "viewer"):
+            return Page(f"{eye.problem or 'ok'}\n", status=503 if eye.problem else 200)
+        return exposition.health(watched)
+
+    exposed = exposition.exposed
+    if (once or healthy) and party.about.role in ("lead", "viewer"):
+        eye.look()
+    if healthy:
+        told = answers("/health", {})
+        assert told is not None
+        typer.echo(told.body, nl=False)
+        raise typer.Exit(int(told.status != 200))
+    if once:
+        if party.about.role in ("lead", "viewer") and eye.problem:
+            raise UserError(eye.problem)
+        typer.echo(text(), nl=False)
+        return
+    server = serve(port, answers)
+    if party.about.role in ("lead", "viewer"):
+        eye.start()
+    say(f"http://127.0.0.1:{server.server_port}/metrics until Ctrl-C.")
+    server.serve_forever()
+
+
+@app.command("clean")
+def clean_command(
+    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
+    days: float = typer.Option(90.0, "--older-than", help="Days that nobody wrote to it."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would go."),
+) -> None:
+    """Remove old job folders, scratch files and logs; never ledgers, runs or answers."""
+    from xcal.federation.nvflare import cleaning
+    from xcal.federation.nvflare.one_machine import parties_in
+
+    for party in parties_in(folder):
+        gone = cleaning.old(party, days) if dry_run else cleaning.clean(party, days)
+        for path in gone:
+            say(f"{'Would remove' if dry_run else 'Removed'} {path}")
+        say(f"{party.about.name}: {len(gone)} of more than {days:g} days.")
 
 
 def _lead(folder: Path | None) -> Path:

@@ -223,16 +223,20 @@ def backup_command(
     path: Path = typer.Argument(..., help="A ledger or a site directory."),
     folder: Path = typer.Argument(..., help="Where the copy goes: best on another machine's disk."),
 ) -> None:
-    """Copy a ledger and its head, whole, also while a client spends from it."""
+    """Copy a ledger, its head and which images it paid for, also while a client spends from it."""
     from xcal.dp.ledger.backup import back_up
     from xcal.errors import UserError
     from xcal.federation.ledgers_of import find_ledgers
+    from xcal.federation.partition_record import copy_record
 
     found = list(find_ledgers(path))
     if len(found) != 1:
         raise UserError(f"{path} has {len(found)} ledgers: name one client's.")
     made = back_up(found[0], folder)
     typer.echo(f"Copied {found[0]} to {folder}: {made.count} rows, head {made.hash[:12]}.")
+    copied = copy_record(found[0].parent, folder)
+    if copied is not None:
+        typer.echo(f"Copied {copied.name}, which says which images were charged.")
 
 
 @app.command("analyse")
@@ -273,14 +277,19 @@ def analyse_command(
 
 def _analysis_lines(one: Analysis) -> list[str]:
     """One run in words."""
+    from xcal.dp.calibration import odometer
+    from xcal.dp.ledger.analysis import spent_text
+
     head = f"{one.run} ({one.method}): {one.charges} charges in {one.rounds} rounds"
     if one.budget is None or one.spent is None or one.left is None:
         return [f"{head}; the method has no guarantee, so Σρ = ∞."]
+    assert one.epsilon is not None and one.delta is not None and one.order is not None
+    epsilon = odometer(one.order, one.spent, one.epsilon, one.delta, one.accountant)
     lines = [
         f"{head} of {one.planned} planned steps{', halted' if one.halted else ''}",
-        f"  target ({one.epsilon:g}, {one.delta:g}) by {one.accountant}; at order {one.order:g}:"
-        f" R {one.budget:.6g}, Σρ {one.spent:.6g} ({100 * one.spent / one.budget:.2f} %),"
-        f" left {one.left:.4g}",
+        f"  target ({one.epsilon:g}, {one.delta:g}) by {one.accountant}; spent"
+        f" {spent_text(epsilon, one.spent / one.budget)}; at order {one.order:g}:"
+        f" R {one.budget:.6g}, Σρ {one.spent:.6g}, left {one.left:.4g}",
     ]
     for part in one.mechanisms:
         lines.append(

@@ -20,6 +20,7 @@ app = typer.Typer(
 
 
 LIMITS = ("epsilon", "delta")
+NUMBERS = {"macro_f1": "macro F1", "auroc": "AUROC", "calibration_error": "ECE"}
 
 Made = TypeVar("Made", bound=BaseModel)
 
@@ -263,3 +264,38 @@ def check_command(site_dir: Path = typer.Argument(..., help="A site directory.")
         typer.echo(f"{site_dir}: {text}", err=True)
     if wrong:
         raise typer.Exit(1)
+
+
+@app.command("evaluate")
+def evaluate_command(
+    site_dir: Path = typer.Argument(..., help="A site directory."),
+    run: Path = typer.Argument(..., help="A finished run's folder, as `federation fetch` brings."),
+) -> None:
+    """Measure a run's model on this site's held-out images. Nothing is charged or sent."""
+    from xcal.federation.folder import RunFolder
+    from xcal.federation.local_evaluation import measure, record
+    from xcal.federation.site_directory import SiteDirectory
+    from xcal.report.runs import load_run
+
+    opened, loaded = SiteDirectory.open(site_dir), load_run(run)
+    classes = opened.whole_set(loaded.experiment.pixels).classes
+    if classes != loaded.classes:
+        raise UserError(
+            f"The model of {run} knows the classes {', '.join(loaded.classes)}, and the data of"
+            f" {site_dir} have {', '.join(classes)}: they must be the same, in this order."
+        )
+    measured = measure(opened, loaded.model, loaded.experiment)
+    name = str(RunFolder.find(run).about["run"])  # as the site's ledger has it
+    record(opened, name, "global", loaded.experiment.rounds, measured)
+    numbers = measured.numbers
+    typer.echo(
+        f"{name} on {numbers['images']} held-out images of {numbers['units']} {numbers['unit']}s:"
+        + ",".join(
+            f" {title} {numbers[key]:.3f}"
+            for key, title in NUMBERS.items()
+            if numbers[key] is not None
+        )
+        + "."
+    )
+    typer.echo(f"The page for your clinicians: {opened.path / 'evaluation' / f'{name}.html'}")
+    typer.echo("It stays here: its numbers have no privacy guarantee.")

@@ -18,6 +18,17 @@ from xcal.federation.site_directory import Owner, SiteDirectory, logged, read_ow
 from xcal.methods.base import Method
 
 
+def check_population(owner: Owner, ledger: Ledger) -> None:
+    """Refuse a ledger of other people than the owner's."""
+    terms = ledger.terms
+    if owner.about is not None and terms.population != owner.about.population:
+        raise Refused(
+            "ledger",
+            f"The ledger is that of the population {terms.population!r}, and site.toml says"
+            f" {owner.about.population!r}: put the right ledger back.",
+        )
+
+
 def admit_run(
     owner: Owner,
     ledger: Ledger,
@@ -29,12 +40,7 @@ def admit_run(
 ) -> None:
     """Refuse a run that the owner's policy or ledger does not allow. `plan`: by these units."""
     terms = ledger.terms
-    if owner.about is not None and terms.population != owner.about.population:
-        raise Refused(
-            "ledger",
-            f"The ledger is that of the population {terms.population!r}, and site.toml says"
-            f" {owner.about.population!r}: put the right ledger back.",
-        )
+    check_population(owner, ledger)
     if run.epsilon is None and terms.epsilon is not None:
         raise Refused(
             "no-guarantee",

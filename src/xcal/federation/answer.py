@@ -18,6 +18,7 @@ from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.errors import UserError
 from xcal.federation.admission import admit_run
+from xcal.federation.disclosure import answer_statistics
 from xcal.federation.exchange import (
     ClientReport,
     Question,
@@ -26,10 +27,15 @@ from xcal.federation.exchange import (
     check_weights,
 )
 from xcal.federation.loaded_site import Held, keep_freed_memory, torch_threads
+from xcal.federation.logbook import note
 from xcal.federation.messages import (
+    Disclosure,
     Refusal,
     Reply,
+    Request,
+    StatisticsRequest,
     decode_request,
+    encode_disclosure,
     encode_refusal,
     encode_reply,
     fields_of,
@@ -79,7 +85,10 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
             client = opened.name
             with naming("malformed"):
                 asked = decode_request(message, opened.policy.max_message)
-            about |= {"run": asked.run, "round": asked.round}
+            about |= {"run": asked.run}
+            if isinstance(asked, StatisticsRequest) or asked.final:
+                return _told(opened, _disclosed(opened, asked))
+            about |= {"round": asked.round}
             with naming("experiment-invalid"):
                 experiment = opened.experiment(asked.experiment, asked.initial_seed)
         request = RoundRequest(
@@ -90,6 +99,11 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
         with logged(site_dir, about):
             data = encode_reply(reply)
         opened.log_message("sent", "reply", fields_of(data))
+        note(site_dir, "answered", halted=reply.answer.report.halted, **about)
+        if opened.about.evaluate == "each":
+            from xcal.federation.local_evaluation import after_round  # which builds on this one
+
+            after_round(opened, experiment, asked)
         return data
     except Refused as refusal:
         code = refusal.code
@@ -98,6 +112,22 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
     data = encode_refusal(Refusal(client, code))
     if opened is not None:
         opened.log_message("sent", "refusal", fields_of(data))
+    return data
+
+
+def _disclosed(site: SiteDirectory, asked: Request | StatisticsRequest) -> Disclosure:
+    """An answer that trains nothing for the server: counts by class, or to a final model."""
+    from xcal.federation.local_evaluation import answer_final  # which builds on this one
+
+    if isinstance(asked, StatisticsRequest):
+        return answer_statistics(site, asked)
+    return answer_final(site, asked)
+
+
+def _told(site: SiteDirectory, disclosure: Disclosure) -> bytes:
+    data = encode_disclosure(disclosure)
+    site.log_message("sent", "disclosure", fields_of(data))
+    note(site.path, "disclosed", run=disclosure.run, tables=sorted(disclosure.tables))
     return data
 
 

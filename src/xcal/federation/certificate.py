@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
 from xcal.dp.ledger.rows import Head, check_head, read_rows, terms_of, verify
 from xcal.errors import UserError
+from xcal.federation.disclosure import is_own
 from xcal.federation.files import read_json
 from xcal.federation.site_directory import SiteDirectory
 
@@ -87,7 +88,10 @@ def facts_of(site: SiteDirectory) -> dict[str, Any]:
         "policy": {"epsilon": site.policy.epsilon_total, "delta": site.policy.delta_total},
         "state": lifetime_text(rows),
         "left": _left(life),
-        "runs": [{**run, "recipients": recipients} for run in spending(rows)],
+        "runs": [
+            {**run, "recipients": "this site alone" if is_own(run["run"]) else recipients}
+            for run in spending(rows)
+        ],
         "head": {"rows": len(rows), "hash": rows[-1].hash},
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -96,7 +100,9 @@ def facts_of(site: SiteDirectory) -> dict[str, Any]:
 def _left(life: dict[str, Any]) -> str:
     """What further runs may reserve, by the ledger's own rule."""
     if "budget" in life:
-        return f"{life['left'] / life['budget']:.1%} of the Rényi budget at order {life['order']:g}"
+        left = max(0.0, life["epsilon"] - life["epsilon_spent"])
+        share = life["left"] / life["budget"]
+        return f"ε = {left:.4g} by the odometer ({share:.1%} of Σρ at order {life['order']:g})"
     if "epsilon_left" in life:
         return f"ε = {life['epsilon_left']:.6g} and δ = {life['delta_left']:.6g}"
     return "the ledger sets no limit"

@@ -32,6 +32,7 @@ from xcal.federation.messages import (
     MAX_HEADER,
     VERSION,
     Refusal,
+    Reply,
     Request,
     decode_answer,
     edition_of,
@@ -176,6 +177,8 @@ class Remote:
             if isinstance(got, Refusal):
                 return Refusal(question.client, got.code, got.version)
             asked = question.request
+            if not isinstance(got, Reply):
+                return Refusal(question.client, "malformed")
             if (got.client, got.run, got.round) != (question.client, asked.run, asked.round):
                 return Refusal(question.client, "malformed")
             if got.answer.weights is not None:

@@ -15,21 +15,26 @@ class Field:
     """One field of a client's messages."""
 
     name: str  # as `messages.fields_of` names it
-    message: Literal["reply", "refusal", "both"]
+    message: str  # reply, refusal, disclosure, several of them, or all
     what: str
     kind: Literal["charged", "function of releases", "public"]
     why: str  # the event that pays for it, or the reason why it is public
 
+    def is_in(self, kind: str) -> bool:
+        """Whether messages of this kind have it."""
+        return self.message == "all" or kind in self.message.split(", ")
+
 
 CHARGED = "the ledger's charge of every step: the noisy gradient sum that each update is made of"
+TABLE = "a charge of its own before it is drawn: one Gaussian over all tables of the message"
 SIGNAL = "the ledger's charge of every step that releases a signal, jointly with its gradient"
 
 INVENTORY: tuple[Field, ...] = (
-    Field("format", "both", "version of the message format", "public", "a constant of the program"),
-    Field("version", "both", "version of the program", "public", "a constant of the program"),
-    Field("kind", "both", "reply or refusal", "public", "which of the two this is"),
-    Field("client", "both", "the client's name", "public", "known since it joined"),
-    Field("run", "reply", "the run's name", "public", "repeats the request"),
+    Field("format", "all", "version of the message format", "public", "a constant of the program"),
+    Field("version", "all", "version of the program", "public", "a constant of the program"),
+    Field("kind", "all", "reply, refusal or disclosure", "public", "which of them this is"),
+    Field("client", "all", "the client's name", "public", "known since it joined"),
+    Field("run", "reply, disclosure", "the run's name", "public", "repeats the request"),
     Field("round", "reply", "the round", "public", "repeats the request"),
     Field(
         "trained",
@@ -139,6 +144,32 @@ INVENTORY: tuple[Field, ...] = (
         "function of releases",
         "chosen from counts or gradients released, and charged, before the step",
     ),
+    Field(
+        "tables.classes",
+        "disclosure",
+        "units of each class among the training images, with noise; only where the policy allows"
+        " statistics",
+        "charged",
+        TABLE,
+    ),
+    Field(
+        "tables.confusion",
+        "disclosure",
+        "held-out units by true and predicted class, with noise; only where the policy sends"
+        " evaluations",
+        "charged",
+        TABLE,
+    ),
+    Field(
+        "tables.calibration",
+        "disclosure",
+        "confidence less truth in five bins of confidence, summed over held-out units, with noise",
+        "charged",
+        TABLE,
+    ),
+    Field("noise", "disclosure", "the deviation of that noise", "public", "follows from ε and δ"),
+    Field("epsilon", "disclosure", "what the tables cost", "public", "the request, or the policy"),
+    Field("delta", "disclosure", "what the tables cost", "public", "the request, or the policy"),
     Field(
         "code",
         "refusal",

@@ -48,6 +48,11 @@ def remembered_head(site_dir: Path) -> Head | None:
         raise UserError(f"{path} cannot be read: restore it from a backup.") from None
 
 
+def remember_head(site_dir: Path, head: Head) -> None:
+    """Durably: what an answer cost is not forgotten once it has left."""
+    write_json(site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
+
+
 @dataclass
 class LoadedSite:
     """A client as its owner holds it: data, site, noise. The server sees none of it."""
@@ -89,7 +94,7 @@ class LoadedSite:
         return remembered_head(self.site_dir)
 
     def remember(self, head: Head) -> None:
-        write_json(self.site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
+        remember_head(self.site_dir, head)
 
     def replay_key(self, experiment: Experiment) -> ReplayKey | None:
         def inputs() -> tuple[Any, ...]:

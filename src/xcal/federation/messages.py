@@ -48,6 +48,7 @@ class Edition:
 # The minor versions that are spoken here, as server and as site. A key that is added or gets
 # another default makes a new minor version, and the old one's entry says what it lacks.
 EDITIONS: dict[str, Edition] = {"0.1": Edition()}
+QUESTIONS = ("request", "final", "statistics")
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -66,6 +67,32 @@ class Request:
     head: Head | None  # the client's ledger as the server last saw it
     weights: Weights
     validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
+    final: bool = False  # the run is over: these are its model's weights, and nothing is trained
+
+
+@dataclass(frozen=True)
+class StatisticsRequest:
+    """A server's question before any training: how many units has each class?"""
+
+    client: str
+    run: str  # under whose name the answer is charged
+    unit: str
+    pixels: int
+    classes: int
+    epsilon: float
+    delta: float
+
+
+@dataclass(frozen=True)
+class Disclosure:
+    """A client's answer that is no training: tables with noise, or nothing where none are sent."""
+
+    client: str
+    run: str
+    tables: Mapping[str, tuple[float, ...]]  # charged for before they were drawn
+    noise: float | None = None  # the deviation on every entry
+    epsilon: float | None = None
+    delta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +183,15 @@ def encode_request(request: Request, edition: str | None = None) -> bytes:
         "validation_losses": list(request.validation_losses),
         "weights_hash": digest_tensors(sorted(request.weights.items())),
     }
-    return _encode("request", values, request.weights)
+    return _encode("final" if request.final else "request", values, request.weights)
+
+
+def encode_statistics(request: StatisticsRequest) -> bytes:
+    return _encode("statistics", {"edition": edition_of(VERSION), **asdict(request)}, {})
+
+
+def encode_disclosure(disclosure: Disclosure) -> bytes:
+    return _encode("disclosure", asdict(disclosure), {})
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -227,7 +262,7 @@ def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights, str]
         r"([0-9]+\.[0-9][0-9A-Za-z.+-]{0,30})?", version
     ):
         raise _malformed("its version is none")
-    if kind == "request" and str(values.get("edition")) not in EDITIONS:
+    if kind in QUESTIONS and str(values.get("edition")) not in EDITIONS:
         raise Refused(
             "other-version",
             f"The server speaks {version or 'an edition older than 0.1'} and this site {VERSION}:"
@@ -258,6 +293,12 @@ class _Fields:
             raise _malformed(f"its field {name!r} is not a plain name")
         return value
 
+    def number(self, name: str) -> float:
+        value = self._values.pop(name, self)
+        if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+            raise _malformed(f"its field {name!r} is not a number")
+        return float(value)
+
     def count(self, name: str) -> int:
         value: int = self.take(name, int)
         if not 0 <= value < 2**63:
@@ -286,13 +327,15 @@ class _Fields:
             raise _malformed("it has fields of unknown name")
 
 
-def decode_request(data: bytes, limit: int) -> Request:
+def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
     """A request, checked as far as that goes without knowing the network. Raises `Refused`."""
     kind, values, weights, version = _decode(data, limit)
-    if kind != "request":
+    if kind not in QUESTIONS:
         raise _malformed("it is not a request")
     found = _Fields(values)
     edition = found.take("edition", str)
+    if kind == "statistics":
+        return _statistics(found)
     own = found.take("own_rounds", list)
     if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
         raise _malformed("its own rounds are not ascending numbers")
@@ -329,6 +372,7 @@ def decode_request(data: bytes, limit: int) -> Request:
         head=found.head("head"),
         weights=weights,
         validation_losses=tuple(float(x) for x in losses),
+        final=kind == "final",
     )
     digest = found.digest("weights_hash")
     found.end()
@@ -339,6 +383,22 @@ def decode_request(data: bytes, limit: int) -> Request:
     if digest != found_digest:
         raise _malformed("its weights are not those of its hash")
     return request
+
+
+def _statistics(found: _Fields) -> StatisticsRequest:
+    asked = StatisticsRequest(
+        client=found.name("client"),
+        run=found.name("run"),
+        unit=found.name("unit"),
+        pixels=found.count("pixels"),
+        classes=found.count("classes"),
+        epsilon=found.number("epsilon"),
+        delta=found.number("delta"),
+    )
+    found.end()
+    if not (asked.epsilon > 0 and 0 < asked.delta < 1):
+        raise _malformed("its target is none")
+    return asked
 
 
 _REPORT = TypeAdapter(ClientReport)
@@ -368,7 +428,31 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
     return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
 
 
-def decode_answer(data: bytes, limit: int) -> Reply | Refusal:
+MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
+
+
+def _disclosure(found: _Fields) -> Disclosure:
+    tables = found.take("tables", dict)
+    for entries in tables.values():
+        if not isinstance(entries, list) or len(entries) > MAX_TABLE:
+            raise _malformed("its tables are not lists")
+        if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in entries):
+            raise _malformed("its tables hold other things than numbers")
+    terms = [found.number(k) if tables else found.take(k, type(None)) for k in _TERMS]
+    made = Disclosure(
+        found.name("client"),
+        found.name("run"),
+        {str(k): tuple(map(float, v)) for k, v in tables.items()},
+        *terms,
+    )
+    found.end()
+    return made
+
+
+_TERMS = ("noise", "epsilon", "delta")
+
+
+def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure:
     """A client's answer, for the server. Raises `Refused` where it is none."""
     kind, values, weights, version = _decode(data, limit)
     found = _Fields(values)
@@ -378,6 +462,8 @@ def decode_answer(data: bytes, limit: int) -> Reply | Refusal:
         if refusal.code not in CODES:
             raise _malformed("its code is unknown")
         return refusal
+    if kind == "disclosure":
+        return _disclosure(found)
     if kind != "reply":
         raise _malformed("it is not an answer")
     trained = found.take("trained", bool)

@@ -17,7 +17,7 @@ from xcal.config import Experiment, to_toml
 from xcal.data.images import Images
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_json
+from xcal.federation.files import read_json, write_bytes, write_json
 from xcal.federation.request_refusals import Refused
 
 # What decides which images of a data set a client of an experiment has.
@@ -119,3 +119,12 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
     if not sound:
         raise UserError(f"{path} cannot be read: restore it from a backup.")
     return found
+
+
+def copy_record(site_dir: Path, folder: Path) -> Path | None:
+    """Put a copy of it where a ledger's copy lies; None where the site remembers none yet."""
+    path = site_dir / _FILE
+    if recorded_partition(site_dir) is None:
+        return None
+    write_bytes(folder / _FILE, path.read_bytes())
+    return folder / _FILE

@@ -18,6 +18,7 @@ from xcal.federation.exchange import ClientReport
 from xcal.federation.request_refusals import Refused
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 # Without these an answer is none; everything else in a report is the owner's choice.
 ALWAYS_REPORTED = ("client", "units", "halted", "noise", "add_remove")
@@ -56,6 +57,20 @@ class Policy(BaseModel):
     report: tuple[str, ...] = Field(
         REPORTABLE, description="what may be told beside weights, units and whether it halted"
     )
+    statistics_epsilon: NotNegative = Field(
+        0.0, description="highest ε of one answer to how many units a class has; 0: never answered"
+    )
+    statistics_delta: NotNegative = Field(0.0, description="highest δ of one such answer")
+    evaluation_epsilon: NotNegative = Field(
+        0.0,
+        description="ε at which the measurement of a run's final model on held-out units is sent;"
+        " 0: it stays here",
+    )
+    evaluation_delta: NotNegative = Field(0.0, description="δ of sending it")
+    personal_epsilon: NotNegative = Field(
+        0.0, description="ε of a head of this site's own per run, where site.toml says personal"
+    )
+    personal_delta: NotNegative = Field(0.0, description="δ of such a head")
 
 
 Table = TypeVar("Table", bound=BaseModel)
@@ -106,6 +121,12 @@ def read_policy(path: Path) -> Policy:
     for run, total in (("epsilon_run", "epsilon_total"), ("delta_run", "delta_total")):
         if getattr(policy, run) > getattr(policy, total):
             raise UserError(f"{run} exceeds {total} in {path}: one run cannot have more than all.")
+    for what in ("statistics", "evaluation", "personal"):
+        epsilon, delta = getattr(policy, f"{what}_epsilon"), getattr(policy, f"{what}_delta")
+        if (epsilon > 0) != (delta > 0):
+            raise UserError(
+                f"{what}_epsilon and {what}_delta in {path} go together: set both, or neither."
+            )
     return policy
 
 
@@ -151,14 +172,14 @@ def admit_target(policy: Policy, unit: str, epsilon: float, delta: float) -> Non
             )
 
 
-def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTerms]) -> None:
-    """Refuse a run whose plan goes beyond the policy. `runs`: what the ledger holds already."""
-    if plan is None:
-        return  # a ledger with a limit refuses it; one without was made for such runs
+def admit_totals(
+    policy: Policy, run: str, epsilon: float, delta: float, runs: Iterable[RunTerms]
+) -> None:
+    """Refuse what would take all runs together past the policy's totals."""
     others = [r for r in runs if r.run != run]
     for name, own, rest, allowed in (
-        ("epsilon", plan.epsilon, [r.epsilon or 0.0 for r in others], policy.epsilon_total),
-        ("delta", plan.delta, [r.delta or 0.0 for r in others], policy.delta_total),
+        ("epsilon", epsilon, [r.epsilon or 0.0 for r in others], policy.epsilon_total),
+        ("delta", delta, [r.delta or 0.0 for r in others], policy.delta_total),
     ):
         if own + sum(rest) > allowed * (1 + 1e-12):
             left = allowed - sum(rest)
@@ -169,6 +190,13 @@ def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTe
                 f" {name}_total = {allowed:g} in policy.toml:"
                 f" {what if left > allowed * 1e-9 else 'nothing is left of it'}.",
             )
+
+
+def admit_plan(policy: Policy, run: str, plan: Plan | None, runs: Iterable[RunTerms]) -> None:
+    """Refuse a run whose plan goes beyond the policy. `runs`: what the ledger holds already."""
+    if plan is None:
+        return  # a ledger with a limit refuses it; one without was made for such runs
+    admit_totals(policy, run, plan.epsilon, plan.delta, runs)
     if plan.batch > policy.max_batch:
         raise Refused(
             "batch-too-large",

@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
     "batch-too-large": "a step would draw more units than the client's policy allows",
     "no-guarantee": "the method has no guarantee, and this client's ledger carries a limit",
     "plan-refused": "no plan exists for this target with this client's declared units",
+    "statistics-not-allowed": "the client's policy answers no such question at this ε and δ",
     "weights-mismatch": "names, shapes or types of the weights are not those of the network",
     "weights-not-finite": "the weights received are not all finite",
     "frozen-mismatch": "the parts that do not train differ between server and client",
@@ -55,7 +56,8 @@ CODES: dict[str, str] = {
 # Refusals of what a run asks for, which is fixed when it begins: resuming it changes nothing.
 TERMS = frozenset(
     "epsilon-run delta-run epsilon-total delta-total delta-too-large sigma-too-low too-many-steps"
-    " batch-too-large method-not-allowed network-not-allowed unit-not-allowed no-guarantee".split()
+    " batch-too-large statistics-not-allowed method-not-allowed network-not-allowed"
+    " unit-not-allowed no-guarantee".split()
 )
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from xcal.data import catalog
 from xcal.data.image_store import sizes_of
 from xcal.data.images import Images
@@ -17,6 +19,7 @@ from xcal.dp.ledger.rows import Row, check_head, covers, read_rows, runs_of, ter
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors
+from xcal.federation.held_out import held_out
 from xcal.federation.loaded_site import remembered_head
 from xcal.federation.partition_record import recorded_partition
 from xcal.federation.policy import looser_than_recommended, site_file
@@ -153,6 +156,26 @@ def _declaration(site_dir: SiteDirectory, images: Images) -> Finding:
     return Finding("ok", f"{told} (that there are up to {declared} units becomes public)")
 
 
+def _held_out(site_dir: SiteDirectory) -> list[Finding]:
+    """Whether what it holds out can be measured, and a head of its own be paid for."""
+    about, policy, found = site_dir.about, site_dir.policy, []
+    if about.evaluate != "never" or about.personal or policy.evaluation_epsilon:
+        held = held_out(site_dir, None)
+        text = f"held out: {len(held.images)} {about.evaluate_on} images"
+        known = f"of {len(np.unique(held.images.groups))} {held.who}s, none of whom is trained on"
+        unknown = "; whose they are is not said, so that their people may be trained on"
+        found.append(
+            Finding(
+                "ok" if held.apart else "warning", text + (f" {known}" if held.apart else unknown)
+            )
+        )
+    if about.personal and not policy.personal_epsilon:
+        found.append(
+            Finding("problem", "personal in site.toml needs personal_epsilon in policy.toml")
+        )
+    return found
+
+
 def check_data(site_dir: SiteDirectory) -> list[Finding]:
     """Whether the site's images are there, and what it says of them fits them."""
     found = []
@@ -172,6 +195,7 @@ def check_data(site_dir: SiteDirectory) -> list[Finding]:
                 return [Finding("problem", f"{text}: no request can be both")]
             images = site_dir.images(trial).images
         found.append(_declaration(site_dir, images))
+        found += _held_out(site_dir)
     except UserError as error:
         found.append(Finding("problem", f"the data cannot be had: {error}"))
     try:

@@ -6,14 +6,13 @@
     refusals.jsonl   what it refused, and why
     partition.json   which part of a data set it was first charged for
     runs/            its answers, by run
+    evaluation/      how models did on its own held-out images; heads of its own
 
 The server never reads or writes any of it.
 """
 
 from __future__ import annotations
 
-import json
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from xcal.errors import UserError
 from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned
 from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
+from xcal.federation.logbook import append_line, note, now
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import Policy, admit_method, read_policy, read_table, site_file
 from xcal.federation.preflight import check_device
@@ -93,6 +93,31 @@ class SiteTable(BaseModel):
     )
     message_log: bool = Field(
         False, description="write names and sizes of all fields sent to messages.jsonl"
+    )
+    evaluate: Literal[never, last, each] = Field(
+        "never",
+        description="measure the final model, or the model of each round, on held-out images of"
+        " data; the numbers stay here",
+    )
+    evaluate_on: Literal[test, validation] = Field(
+        "test", description="the split of data that is held out: nobody in it may be trained on"
+    )
+    subgroup_table: str | None = Field(
+        None, description="a CSV with a column of image paths, as imported, for subgroups"
+    )
+    subgroups: tuple[str, ...] = Field(
+        (), description="columns of subgroup_table by which held-out images are measured apart"
+    )
+    subgroup_floor: Annotated[int, Field(ge=2)] = Field(
+        10, description="fewest people (or images, where nobody says whose) of a subgroup shown"
+    )
+    personal: bool = Field(
+        False,
+        description="after the final model, train a head of this site's own; it is paid for with"
+        " personal_epsilon and personal_delta of policy.toml and stays here",
+    )
+    personal_epochs: Annotated[int, Field(ge=1, le=1000)] = Field(
+        5, description="how often such a head goes through the training images"
     )
     simulated: bool = Field(False, description="a trial: noise and draws come from seed")
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
@@ -181,6 +206,10 @@ class SiteDirectory:
                 f"{site_file(path)}: seed and simulated = true go together; a real client has"
                 " neither."
             )
+        if about.subgroups and about.subgroup_table is None:
+            raise UserError(
+                f"{site_file(path)}: subgroups needs subgroup_table, the CSV they are in."
+            )
         return SiteDirectory(path, about, read_policy(path / "policy.toml"))
 
     @property
@@ -210,7 +239,7 @@ class SiteDirectory:
         """Whether methods share noise: only in a trial, by the file that its owner keeps."""
         return self.about.simulated and self.about.experiment is not None and self.trial().paired
 
-    def _beside(self, path: str) -> Path:
+    def beside(self, path: str) -> Path:
         return self.path / Path(path).expanduser()
 
     def experiment(self, keys: dict[str, Any], initial_seed: int) -> Experiment:
@@ -227,7 +256,7 @@ class SiteDirectory:
             # How many units a cap leaves tells how many images people have: no server varies it.
             "group_cap": self.trial().group_cap if about.data is None else about.group_cap,
             "seed": initial_seed,  # of the network's first weights; noise has its own source
-            "weights": None if about.weights is None else str(self._beside(about.weights)),
+            "weights": None if about.weights is None else str(self.beside(about.weights)),
             "device": about.device,
             "threads": about.threads,
             "chunk": about.chunk,
@@ -242,11 +271,17 @@ class SiteDirectory:
     def trial(self) -> Experiment:
         """The experiment of whose partition this client has a part, where it has no own data."""
         assert self.about.experiment is not None
-        path = self._beside(self.about.experiment)
+        path = self.beside(self.about.experiment)
         values = read_toml(path)
         whole = {n for n, f in Experiment.model_fields.items() if f.default is not None}
         pinned = whole - set(BEFORE_THE_KEY) <= set(values)  # a run's own file: presets resolved
         return _settled(read_pinned(path) if pinned else make_experiment(values, str(path)))
+
+    def whole_set(self, pixels: int | None) -> ImageData:
+        """The set of which it has the training images, or a trial's, of which it has a part."""
+        if self.about.data is not None:
+            return catalog.load(self.about.data, pixels=pixels)
+        return _parts(self.trial())[0]
 
     def images(self, experiment: Experiment) -> OwnImages:
         """This client's training images at what the request asks for."""
@@ -268,7 +303,7 @@ class SiteDirectory:
         shard = parts.shards[self.about.shard]
         return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
 
-    def _partition(self, experiment: Experiment, images: Images) -> PartitionRecord:
+    def partition(self, experiment: Experiment, images: Images) -> PartitionRecord:
         """Which images of which data set these are: all of its own, or a part of a trial's."""
         if self.about.data is not None:
             return PartitionRecord.of(images, experiment)
@@ -301,7 +336,7 @@ class SiteDirectory:
             data=data,
             noise=self.noise(),
             dealt=self.about.data is None,
-            partition=self._partition(experiment, own.images),
+            partition=self.partition(experiment, own.images),
             build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
         return Held(site, own.classes, own.images.pixels.shape[1])
@@ -311,7 +346,7 @@ class SiteDirectory:
         if self.about.message_log:
             append_line(
                 self.path / "messages.jsonl",
-                {"time": _now(), "direction": direction, "kind": kind, "fields": fields},
+                {"time": now(), "direction": direction, "kind": kind, "fields": fields},
             )
 
     def refusals(self) -> list[dict[str, Any]]:
@@ -330,9 +365,8 @@ def log_refusal(site_dir: Path, code: str, detail: str, **about: Any) -> None:
     half = _LONGEST_DETAIL // 2
     long = len(detail) > _LONGEST_DETAIL
     told = f"{detail[:half]} … {detail[-half:]}" if long else detail
-    append_line(
-        site_dir / "refusals.jsonl", {"time": _now(), "code": code, "detail": told, **about}
-    )
+    append_line(site_dir / "refusals.jsonl", {"time": now(), "code": code, "detail": told, **about})
+    note(site_dir, "refused", code=code, detail=told, **about)
 
 
 @contextmanager
@@ -346,18 +380,6 @@ def logged(site_dir: Path, about: Mapping[str, Any]) -> Iterator[None]:
     except Exception:
         log_refusal(site_dir, "internal", traceback.format_exc(), **about)
         raise
-
-
-def append_line(path: Path, value: dict[str, Any]) -> None:
-    try:
-        with open(path, "a") as file:
-            file.write(json.dumps(value) + "\n")
-    except OSError:
-        return
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def create_site(path: Path, about: SiteTable, policy: Policy, *, unit: str) -> SiteDirectory:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from xcal.data.normalize import to_tensor
+from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO
 from xcal.explain.overlay import overlay, picture
@@ -277,6 +278,7 @@ def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
     lines, words = [], []
     for number, run in enumerate(runs):
         clients = _by_client(run)
+        spent = {str(c["id"]): c.get("epsilon_spent") for c in run.result["clients"]}
         for k, (client, steps) in enumerate(list(clients.items())[:CLIENTS_SHOWN]):
             points = [
                 (i + 1, s["share_spent"])
@@ -296,17 +298,20 @@ def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
                         label=f"{run.name}, client {client}",
                     )
                 )
-                words.append(f"{run.name}, client {client}: {100 * y[-1]:.1f} % in {x[-1]} steps")
+                told = spent_text(spent.get(client), y[-1])
+                words.append(f"{run.name}, client {client}: {told} in {x[-1]} steps")
     if not lines:
         return None
     return Figure(
         "budget",
         "Each client's budget as it was spent",
-        f"Share of the privacy budget spent after each step. {'; '.join(words)}.",
+        "Share of the privacy budget spent after each step, and ε by the odometer at the end."
+        f" {'; '.join(words)}.",
         "step",
         "share spent, Σρ/R",
         tuple(lines),
-        caption="1 is the whole budget; the filter lets nobody past it.",
+        caption="1 is the whole budget; the filter lets nobody past it. The share is not that of ε,"
+        " most of which goes with the first steps.",
     )
 
 

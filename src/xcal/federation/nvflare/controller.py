@@ -17,16 +17,19 @@ from xcal.federation.coordinator import NullCallback
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
+from xcal.federation.logbook import note
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
 from xcal.federation.nvflare.lost import Lost
 from xcal.federation.setup import Federation, prepare_remote, settled
+from xcal.federation.surveys import EVALUATIONS, STATISTICS, statistics_of, tell_final
 
 # What of a run's folder goes with the job's results: the checkpoint and the ledger of a trusted
 # server stay with the server.
 RESULT_FILES = (
     "experiment.toml run.json schedule.json plans.json statement.txt statement.json rounds.jsonl"
-    " trace.jsonl refusals.jsonl result.json predictions.npz model.safetensors card.md".split()
+    " trace.jsonl refusals.jsonl result.json predictions.npz model.safetensors card.md"
+    f" {EVALUATIONS} {STATISTICS}".split()
 )
 
 
@@ -46,6 +49,7 @@ class XcalController(ModelController):
         resume: bool = False,
         quorum: int | None = None,
         timeout: float | None = None,
+        statistics: Sequence[float] | None = None,
     ) -> None:
         super().__init__(persistor_id="", task_check_period=0.1)
         self._run_name = check_run_name(run)
@@ -53,6 +57,7 @@ class XcalController(ModelController):
         self._experiment = None if experiment is None else dict(experiment)
         self._given = tuple(given)
         self._resume = bool(resume)
+        self._statistics = None if statistics is None else (statistics[0], statistics[1])
         self._changes = {"quorum": quorum, "round_timeout": timeout}
         self._watch = Watch()
         self._carrier = FlareCarrier(self, lambda: bool(self.abort_signal.triggered))
@@ -62,19 +67,25 @@ class XcalController(ModelController):
         self.engine.register_app_command(STATUS_TOPIC, self._status)
 
     def _status(self, topic: str, data: Any, fl_ctx: Any) -> dict[str, Any]:
-        return self._watch.told()
+        return {**self._watch.told(), "waiting": list(self._carrier.waiting)}
 
     def run(self) -> None:
         self._carrier.folder = Path(self.engine.get_workspace().get_root_dir()).parent
         self._carrier.job_id = str(self.fl_ctx.get_job_id())
         self._carrier.on_lost = self._watch.lost
+        self._watch.log = self._carrier.folder
         runs = self._carrier.folder / "runs"
         path = runs / self._run_name
+        note(self._carrier.folder, "began", run=self._run_name, job=self._carrier.job_id)
         try:
+            if self._statistics is not None:
+                self._count(path, self._statistics)
+                return
             folder = self._folder(path)
             federation = self._federation(folder)
             self._watch.begin(folder, federation.experiment.rounds)
             run_experiment(folder, self._watch, federation, self._carrier)
+            self._tell_final(folder, federation)
             self._leave(path, True, "finished.")
         except Stopped:
             self._leave(path, False, "stopped; resume it to go on.")
@@ -84,6 +95,23 @@ class XcalController(ModelController):
         except Exception:
             self._leave(path, False, "it failed for a reason of ours: see the server's log.")
             raise
+
+    def _tell_final(self, folder: RunFolder, federation: Federation) -> None:
+        """The run is finished whatever becomes of this."""
+        self._watch.state = "the sites get the final model"
+        try:
+            tell_final(folder, federation, self._carrier)
+        except (UserError, Stopped) as error:
+            self.error(f"the final model did not reach all sites: {error}")
+
+    def _count(self, path: Path, target: tuple[float, float]) -> None:
+        """Counts by class instead of a training."""
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        experiment = make_experiment(self._experiment or {}, "the job")
+        self._reach(self._sites)
+        found = statistics_of(path.name, experiment, list(self._sites), target, self._carrier)
+        write_json(path / STATISTICS, found)
+        self._leave(path, True, "finished.")
 
     def _folder(self, path: Path) -> RunFolder:
         if self._resume:
@@ -105,17 +133,22 @@ class XcalController(ModelController):
         experiment = make_experiment({**_given(folder), **changes}, "the job")
         if experiment.round_timeout is None or experiment.quorum is None:
             raise UserError("A federation's run needs a quorum and a round_timeout.")
-        self._carrier.sites = sites
+        self._reach(sites)
+        return prepare_remote(experiment, list(sites))
+
+    def _reach(self, sites: Mapping[str, str]) -> None:
+        self._carrier.sites = dict(sites)
         # FLARE takes nobody into a job later: no round waits for a site that is not in it now.
         there = {str(client.name) for client in self.engine.get_clients()}
         for site in sites.values():
             if site not in there:
                 self._carrier.gone(site)
-        return prepare_remote(experiment, list(sites))
 
     def _leave(self, path: Path, ok: bool, text: str) -> None:
         """Put what the run may tell where FLARE keeps a job's results."""
         self._watch.state = text
+        if self._carrier.folder is not None:
+            note(self._carrier.folder, "ended", run=path.name, ok=ok, text=text)
         out = Path(self.get_run_dir()) / RESULTS
         out.mkdir(exist_ok=True)
         for name in RESULT_FILES:
@@ -146,16 +179,26 @@ class Watch(NullCallback):
 
     def __init__(self) -> None:
         self.state = "starting"
+        self.log: Path | None = None  # where the server's own log lies
+        self._run = ""
         self._rounds: list[dict[str, Any]] = []
         self._total = 0
 
     def begin(self, folder: RunFolder, total: int) -> None:
+        self._run = folder.path.name
         self._rounds = folder.read_lines("rounds.jsonl")
         self._total = total
         self.state = "training"
 
     def round(self, record: dict[str, Any]) -> None:
         self._rounds = [r for r in self._rounds if r["round"] < record["round"]] + [record]
+        if self.log is not None:
+            note(
+                self.log,
+                "round",
+                run=self._run,
+                **{k: record[k] for k in ("round", "answered", "missing", "refused", "seconds")},
+            )
 
     def lost(self, site: str, lost: Lost) -> None:
         what = "goes on without it" if lost.gone else "it was started again"

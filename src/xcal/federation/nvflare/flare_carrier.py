@@ -42,6 +42,7 @@ class FlareCarrier:
         self.job_id = ""
         self.lost: dict[str, Lost] = {}  # sites whose worker died in this job
         self.on_lost: Callable[[str, Lost], None] = lambda *_: None
+        self.waiting: list[str] = []  # sites whose answer to the present question is not there yet
 
     def gone(self, site: str) -> None:
         """FLARE has given a site up: no round waits for it, though it may still be asked."""
@@ -127,9 +128,11 @@ class FlareCarrier:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         break
+                    self.waiting = [self.sites[c] for c in messages if c not in answers]
                     changed.wait(min(left, 0.5))
                     self._look_for_lost()
         finally:
+            self.waiting = []
             for task in tasks:
                 if task.completion_status is None:
                     self._controller.cancel_task(task, fl_ctx=self._controller.fl_ctx)

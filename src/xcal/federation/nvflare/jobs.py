@@ -20,9 +20,11 @@ from typing import Any
 from xcal.config import read_toml
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_bytes
+from xcal.federation.logbook import LOG, note
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
 from xcal.federation.nvflare.parties import Party, json_text
 from xcal.federation.nvflare.provision import require_nvflare
+from xcal.federation.surveys import EVALUATIONS
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 RESULTS = "xcal"  # the folder of a job's workspace that holds what the run may tell
@@ -68,6 +70,32 @@ def write_job(folder: Path, run: str, settings: Mapping[str, Any], sites: int) -
     return folder
 
 
+# FLARE's states of a job in words; what else it may say is shown as it is.
+STATES = {
+    "SUBMITTED": "submitted, not begun",
+    "APPROVED": "submitted, not begun",
+    "DISPATCHED": "on its way to the sites",
+    "RUNNING": "running",
+    "FINISHED:COMPLETED": "finished",
+    "FINISHED:ABORTED": "stopped",
+    "FINISHED:CAN_NOT_SCHEDULE": "never begun",
+    "FINISHED:EXECUTION_EXCEPTION": "failed",
+    "FINISHED:ABNORMAL": "failed",
+    "FINISHED:FAILED_TO_RUN": "failed",
+    "FINISHED:ABANDONED": "given up",
+}
+_NOT_OURS = (
+    "no party has worked on it: too few sites took it, or one refuses what it brings (code, a class"
+    " that is not ours); the log of the server or of the site says which."
+)
+WORDLESS = {state: _NOT_OURS for state, said in STATES.items() if said in ("never begun", "failed")}
+
+
+def state_words(status: str) -> str:
+    """A state of FLARE's in words, with its own name, by which its manual has it."""
+    return f"{STATES[status]} ({status})" if status in STATES else status
+
+
 @dataclass(frozen=True)
 class Job:
     """One submission of a run, as the server lists it."""
@@ -76,6 +104,10 @@ class Job:
     run: str
     status: str
     submitted: float
+
+    @property
+    def words(self) -> str:
+        return state_words(self.status)
 
     @property
     def running(self) -> bool:
@@ -182,15 +214,16 @@ class Lead:
             except AuthorizationError:  # who may look need not be who may fetch
                 return {"text": "only its lead can fetch what it left.", "rounds": []}
             outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
-            wordless = "it left no word: see the server's log."
+            wordless = WORDLESS.get(job.status, "it left no word: see the server's log.")
             if job.status == "FINISHED:ABORTED":  # FLARE ends it before it can say so
                 wordless = f"stopped; go on with `xcal federation resume {job.run}`."
             told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
-            kept = folder / "experiment.toml"
+            kept, sent = folder / "experiment.toml", folder / EVALUATIONS
             return {
                 "text": read_json(outcome)["text"] if outcome.exists() else wordless,
                 "total": read_toml(kept).get("rounds") if kept.exists() else None,
                 "rounds": [json.loads(line) for line in told],
+                "evaluations": read_json(sent) if sent.exists() else None,
             }
 
     def connected(self) -> list[str]:
@@ -219,12 +252,23 @@ def _one_sentence(party: Party) -> Iterator[None]:
     except api_spec.AuthorizationError:
         raise UserError(f"{party.about.name} has no right to do this: only the lead has.") from None
     except api_spec.InvalidJobDefinition as error:
-        raise UserError(f"The server refused the job: {error}.") from None
+        kept = _engine_said(party, error)
+        raise UserError(
+            "The server refused the job: it brings code, names a class that is not ours, or is not"
+            f" whole{kept}."
+        ) from None
     except api_spec.JobNotFound:
         raise UserError("The server does not know this job.") from None
     except api_spec.JobNotDone:
         raise UserError("The run is still being worked on: wait, or stop it first.") from None
     except (api_spec.SessionClosed, api_spec.NoReply, ConnectionError) as error:
-        raise ServerSilent(f"The server at {where} was lost: {error}.") from None
+        raise ServerSilent(f"The server at {where} was lost{_engine_said(party, error)}.") from None
     except (api_spec.InternalError, RuntimeError) as error:
-        raise UserError(f"The server at {where} could not do it: {str(error)[:300]}.") from None
+        kept = _engine_said(party, error)
+        raise UserError(f"The server at {where} could not do it{kept}.") from None
+
+
+def _engine_said(party: Party, error: BaseException) -> str:
+    """FLARE's own words go into the party's log, where whoever looks for them finds them."""
+    note(party.folder, "engine", detail=str(error)[:2000])
+    return f" (FLARE's own words are in {party.folder / LOG})"

@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xcal.dp.calibration import check_target
 from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
 from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
-from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, write_job
+from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, state_words, write_job
 from xcal.federation.nvflare.parties import Party, read_federation
+from xcal.federation.surveys import STATISTICS
 
 TIMEOUT = 3600.0  # seconds a round may take where nobody says otherwise
 ENDING = 30.0  # seconds that FLARE may take to see that a job has ended
@@ -75,6 +77,50 @@ def submit(
         return run, session.submit(folder)
 
 
+def statistics(
+    lead: Path,
+    experiment: Path,
+    sets: Sequence[str],
+    name: str | None,
+    target: tuple[float, float],
+    timeout: float | None,
+) -> dict[str, Any]:
+    """Ask all sites for counts by class and wait for what they answer."""
+    check_target(*target)
+    party = Party.find(lead)
+    sites = read_federation(party.folder / "federation.toml").sites
+    made, _ = load_experiment(experiment, sets)
+    run = check_run_name(name or f"statistics-{secrets.token_hex(3)}")
+    patience = timeout or TIMEOUT
+    _check_timeout(patience)
+    made = made.model_copy(
+        update={"clients": len(sites), "quorum": 1, "round_timeout": patience, "sites": None}
+    )
+    with Lead.session(party) as session:
+        if session.jobs(run):
+            raise UserError(f"The name {run!r} is taken: choose another --name.")
+        _enough(session, 1)
+        settings = {
+            "experiment": {k: v for k, v in made.resolved().items() if v is not None},
+            "sites": {site: site for site in sites},
+            "statistics": list(target),
+        }
+        session.submit(write_job(party.folder / "jobs" / run, run, settings, 1))
+        deadline = time.monotonic() + patience + 10 * ENDING
+        while session.last(run).running:
+            if time.monotonic() > deadline:
+                raise UserError(f"{run} gets no end: `xcal federation stop {run}` ends it.")
+            time.sleep(1.0)
+        with tempfile.TemporaryDirectory(dir=party.folder) as scratch:
+            folder = session.fetch(session.last(run), Path(scratch))
+            if not (folder / STATISTICS).exists():
+                outcome = folder / "outcome.json"
+                told = read_json(outcome)["text"] if outcome.exists() else "it left no word."
+                raise UserError(f"{run}: {told}")
+            found: dict[str, Any] = read_json(folder / STATISTICS)
+            return found
+
+
 def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> str:
     """Submit a run again: the server goes on after its last complete round."""
     check_run_name(run)
@@ -109,7 +155,7 @@ def stop(lead: Path, run: str) -> None:
     with Lead.session(Party.find(lead)) as session:
         job = session.last(run)
         if not job.running:
-            raise UserError(f"The run {run!r} is not being worked on ({job.status}).")
+            raise UserError(f"The run {run!r} is not being worked on: {job.words}.")
         session.stop(job)
 
 
@@ -124,7 +170,7 @@ def fetch(lead: Path, run: str, out: Path) -> Iterator[str]:
             raise UserError(f"The run {run!r} is still being worked on: wait, or stop it first.")
         found = session.fetch(job, Path(scratch))
         if not found.is_dir():
-            raise UserError(f"The run {run!r} left no results ({job.status}): resume it.")
+            raise UserError(f"The run {run!r} left no results ({job.words}): resume it.")
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(found, out)
     outcome = read_json(out / "outcome.json")
@@ -167,7 +213,7 @@ class Look:
         if self._run is None:
             jobs = {job.run: job for job in self._session.jobs()}  # the last submission counts
             for job in jobs.values():
-                yield f"{job.run:30} {job.status}"
+                yield f"{job.run:30} {job.words}"
             if not jobs:
                 yield "no runs yet"
             return
@@ -209,7 +255,7 @@ class Look:
         state = progress.get("state") or (not finished and self._last) or self._job.status
         if state != self._last:
             said, self._last = self._last, state
-            yield f"{self._run}: {state}"
+            yield f"{self._run}: {state_words(state)}"
             if finished and state != "FINISHED:COMPLETED" and progress["text"] != said:
                 yield f"{self._run}: {progress['text']}"
 

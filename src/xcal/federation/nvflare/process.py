@@ -13,6 +13,7 @@ from pathlib import Path
 from cryptography import x509
 
 from xcal.errors import UserError
+from xcal.federation.logbook import LARGEST
 from xcal.federation.nvflare.members import fingerprint_of_key, known
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import require_nvflare
@@ -82,6 +83,8 @@ def start(party: Party, *, foreground: bool = False) -> int:
         os.chdir(party.kit)
         sys.stdout.flush()
         os.execve(sys.executable, words, env)
+    if party.log.exists() and party.log.stat().st_size > LARGEST:
+        os.replace(party.log, party.log.with_name(f"{party.log.name}.1"))
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.posix_spawn(  # in a session of its own: it outlives this command and its terminal
         sys.executable,
