@@ -343,7 +343,7 @@ def statistics_command(
     They answer with noise, charged to their ledgers, if their policy.toml allows it.
     """
     from xcal.federation.files import write_json
-    from xcal.federation.nvflare import runs
+    from xcal.federation.nvflare import lead_runs as runs
 
     if out is not None and out.exists():
         raise UserError(f"{out} exists already: choose another file.")

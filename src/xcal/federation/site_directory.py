@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -94,12 +94,12 @@ class SiteTable(BaseModel):
     message_log: bool = Field(
         False, description="write names and sizes of all fields sent to messages.jsonl"
     )
-    evaluate: Literal[never, last, each] = Field(
+    evaluate: Literal["never", "last", "each"] = Field(
         "never",
         description="measure the final model, or the model of each round, on held-out images of"
         " data; the numbers stay here",
     )
-    evaluate_on: Literal[test, validation] = Field(
+    evaluate_on: Literal["test", "validation"] = Field(
         "test", description="the split of data that is held out: nobody in it may be trained on"
     )
     subgroup_table: str | None = Field(
