@@ -63,7 +63,8 @@ test-web: install
 
 test-faults: install
 	@echo "== Faults: damaged files, full disks, hostile servers, at length =="
-	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py
+	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py \
+		tests/properties/test_sensitivity.py
 	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 5
 
