@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from commands import interrupted_after_a_round
 from made_sites import tiny_site
 from support import ROOT, TINY
 from wire import a_request, ask, changed, real
@@ -99,18 +100,9 @@ def test_the_policy_of_a_site_decides_and_no_site_is_charged(
 
 
 def test_a_policy_that_changes_holds_at_once(
-    invoke: Invoke, tmp_path: Path, sites: list[Path], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    from xcal.federation import coordinator
-
-    save = coordinator.save_checkpoint
-
-    def cut(*args: Any) -> None:
-        save(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "save_checkpoint", cut)
+    with interrupted_after_a_round():
         assert run(invoke, tmp_path / "run", sites)[0] == 130
     before = [rows(site_dir) for site_dir in sites]
     set_policy(sites[1], epsilon_run=1.0)

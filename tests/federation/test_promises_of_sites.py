@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import support
+from commands import interrupted_after_a_round
 from made_sites import tiny_site
 from support import TINY
 from wire import a_request, ask, real
@@ -351,18 +352,9 @@ def test_ledgers_of_a_run_with_sites_are_found(
 def test_a_run_is_resumed_from_where_its_sites_are(
     invoke: Invoke, tmp_path: Path, bare: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xcal.federation import coordinator
-
-    save = coordinator.save_checkpoint
-
-    def cut(*args: Any) -> None:
-        save(*args)
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
     near = [Path(site_dir.name) for site_dir in bare]
-    with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "save_checkpoint", cut)
+    with interrupted_after_a_round():
         assert run(invoke, tmp_path / "run", near, rounds=2)[0] == 130
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
