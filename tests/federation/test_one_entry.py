@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commands import interrupted_after_a_round
-from made_sites import tiny_site
+from made_sites import ledger_create, tiny_site
 from support import ROOT, TINY
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
@@ -152,16 +152,7 @@ def test_trial_sites_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_
 def ledgers(invoke: Invoke, folder: Path, *limits: str) -> list[Path]:
     made = [folder / name for name in ("one", "two")]
     for site_dir in made:
-        words = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
-        assert invoke(*words, *limits)[0] == 0
+        assert invoke(*ledger_create(site_dir), *limits)[0] == 0
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import support
 from commands import interrupted_after_a_round
-from made_sites import tiny_site
+from made_sites import ledger_create, tiny_site
 from support import TINY
 from wire import a_request, ask, real
 from xcal.config import to_toml
@@ -294,15 +294,7 @@ def test_a_run_that_cannot_pay_one_step_is_refused(
 ) -> None:
     made = [tmp_path / name for name in ("one", "two")]
     for site_dir in made:
-        args = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
+        args = ledger_create(site_dir)
         limits = "--epsilon 8 --delta 1e-3 --rule renyi --order 5".split()
         assert invoke(*args, *limits)[0] == 0
     use_up(made[1])
@@ -379,15 +371,7 @@ def test_a_new_run_with_a_site_that_is_not_there_makes_none(
 def test_a_ledger_that_is_used_up_says_so(invoke: Invoke, tmp_path: Path) -> None:
     made = [tmp_path / name for name in ("one", "two")]
     for site_dir in made:
-        args = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
+        args = ledger_create(site_dir)
         assert invoke(*args, "--epsilon", "8", "--delta", "1e-2")[0] == 0
     assert run(invoke, tmp_path / "first", made)[0] == 0
     code, _, err = run(invoke, tmp_path / "second", made)
