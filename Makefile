@@ -43,8 +43,12 @@ wheel: install
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # Two workers of one torch thread each: the tests are many and small. A file stays with one of them,
-# so that what its tests share is trained once.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# so that what its tests share is trained once. Every step of a run waits for the disk: where
+# there is memory to spare the runs are written there, and kept only of tests that failed.
+ROOMY := [ "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 4000000 ]
+IN_MEMORY := $(shell $(ROOMY) 2>/dev/null && echo TMPDIR=/dev/shm)
+PYTEST := $(IN_MEMORY) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
+	--dist loadfile -o tmp_path_retention_policy=failed
 
 static: install
 	@echo "== Format, lint, types, imports =="
@@ -69,7 +73,8 @@ test-web: install
 
 test-faults: install
 	@echo "== Faults: damaged files, full disks, hostile servers, at length =="
-	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py
+	@XCAL_FAULTS=long $(PYTEST) --timeout 3600 tests/faults tests/properties/test_configurations.py \
+		tests/properties/test_sensitivity.py
 	@echo "== Faults: 200 kills (benchmarks/results/faults) =="
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 5
 

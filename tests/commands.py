@@ -10,12 +10,16 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support import ROOT, TESTS, TINY
 from xcal.experiments import make_experiment
+from xcal.federation import coordinator
 from xcal.federation.setup import prepare
 
 
@@ -165,3 +169,35 @@ def xcal_environment() -> dict[str, str]:
         [str(TESTS), str(ROOT / "src"), str(ROOT)]
     )  # this checkout's code, not another's
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+@contextmanager
+def interrupted_after_a_round() -> Iterator[None]:
+    """A Ctrl-C right after the server has saved a round."""
+    save = coordinator.save_checkpoint
+
+    def cut(*args: Any) -> None:
+        save(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator, "save_checkpoint", cut)
+        yield
+
+
+def told_by_a_fork(made: Callable[[], bytes]) -> bytes:
+    """What a function gives in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, made())
+        finally:
+            os._exit(0)
+    os.close(write)
+    told = b""
+    while part := os.read(read, 4096):
+        told += part
+    os.close(read)
+    os.waitpid(child, 0)
+    return told

@@ -48,3 +48,8 @@ def tiny_site(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         **policy,
     }
     return create_site(folder / str(client), about, Policy(**terms), unit=made.unit).path
+
+
+def ledger_create(site_dir: Path) -> list[str]:
+    """The words that make a bare ledger of records; its limits are left to add."""
+    return ["ledger", "create", str(site_dir), "--population", site_dir.name, "--unit", "record"]

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import xcal
+from commands import told_by_a_fork
 from made_sites import make_sites, tiny_site
 from support import TINY, tiny
 from wire import KEYS, a_request, ask, changed, real
@@ -172,7 +173,7 @@ def test_a_forked_child_repeats_nothing(make: Callable[[], NoiseSource]) -> None
     """Neither what its parent goes on to draw, nor what another child draws."""
     source = make()
     source.normals(KEY, 64)
-    told = [_in_a_child(source) for _ in range(2)]
+    told = [told_by_a_fork(lambda: b"".join(drawn_bytes(source))) for _ in range(2)]
     ours = b"".join(part for _ in range(4) for part in drawn_bytes(source))
     words = [set(np.frombuffer(part, np.uint64).tolist()) for part in (*told, ours)]
     assert min(len(w) for w in words) > 64
@@ -184,23 +185,6 @@ def test_a_forked_child_repeats_nothing(make: Callable[[], NoiseSource]) -> None
 def drawn_bytes(source: NoiseSource) -> tuple[bytes, ...]:
     scalar = np.float64(source.scalar(KEY)).tobytes()
     return source.uniforms(KEY, 64).tobytes(), source.normals(KEY, 64).numpy().tobytes(), scalar
-
-
-def _in_a_child(source: NoiseSource) -> bytes:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, b"".join(drawn_bytes(source)))
-        finally:
-            os._exit(0)
-    os.close(write)
-    told = b""
-    while part := os.read(read, 4096):
-        told += part
-    os.close(read)
-    os.waitpid(child, 0)
-    return told
 
 
 # --- draws ----------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from xcal.models.resnet import resnet18
 from xcal.models.weights import load_published, read_weights
 
 BUILDERS = {"resnet18": resnet18, "efficientnet_b0": efficientnet_b0}
+SLOW_RESNET = [pytest.param("resnet18", marks=pytest.mark.slow), "efficientnet_b0"]
+SLOW_EFFICIENTNET = ["resnet18", pytest.param("efficientnet_b0", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,7 @@ def test_frozen_parts_are_left_out(network, trainable, norm_kind):
     assert set(found.gradients) == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("network", BUILDERS)
+@pytest.mark.parametrize("network", SLOW_EFFICIENTNET)
 @pytest.mark.parametrize("chunk", [pytest.param(256, marks=pytest.mark.slow), 3])
 def test_groups_of_images_give_one_clipped_gradient(network, chunk):
     model = BUILDERS[network](5, seed=3).double()
@@ -100,7 +102,7 @@ def test_groups_of_images_give_one_clipped_gradient(network, chunk):
     torch.testing.assert_close(found.features, features["map"])
 
 
-@pytest.mark.parametrize("network", BUILDERS)
+@pytest.mark.parametrize("network", SLOW_RESNET)
 def test_chunks_change_nothing(network):
     model = BUILDERS[network](5, seed=4).double()
     images, labels = batch(7)

@@ -74,9 +74,9 @@ def reaches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         {"method": "xcal", "optimizer": "momentum", "lr": 0.1},
         {"method": "xcal", "clipping": "quantile", "average_steps": 0.5, "epsilon": 0.9},
-        {"method": "fl"},
+        pytest.param({"method": "fl"}, marks=pytest.mark.slow),
         {"method": "dp-fedavg", "optimizer": "adam", "lr": 0.01},
-        {"method": "adap-dpfl"},
+        pytest.param({"method": "adap-dpfl"}, marks=pytest.mark.slow),
         {"method": "fl-dp", "clients": 5, "participants": 3, "partition": "label", "batch": 4},
     ],
     ids=lambda c: "-".join(map(str, c.values())),

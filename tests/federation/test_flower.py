@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import xcal
-from commands import xcal_environment, xcal_process
+from commands import xcal_environment, xcal_forked
 from federation.real_processes import end_flower, free_port
 from made_sites import tiny_site
 from support import ROOT, TINY, sets
@@ -68,13 +68,13 @@ def assert_same_run(first: Path, second: Path) -> None:
 
 
 def test_an_engine_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    done = xcal_process("run", *sets(), "--engine", "flour", "--out", str(tmp_path / "x"))
+    done = xcal_forked("run", *sets(), "--engine", "flour", "--out", str(tmp_path / "x"))
     assert (done.returncode, done.stderr.strip()) == (
         2,
         "xcal: Unknown engine 'flour'. Did you mean 'flower'?",
     )
     if missing:
-        done = xcal_process("run", *sets(), "--engine", "flower", "--out", str(tmp_path / "x"))
+        done = xcal_forked("run", *sets(), "--engine", "flower", "--out", str(tmp_path / "x"))
         assert done.returncode == 2
         assert ".whl[flower]" in done.stderr and "'.[flower]'" in done.stderr
     assert not (tmp_path / "x").exists()

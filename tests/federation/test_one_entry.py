@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from made_sites import tiny_site
+from commands import interrupted_after_a_round
+from made_sites import ledger_create, tiny_site
 from support import ROOT, TINY
 from wire import a_request, ask, changed, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
@@ -99,18 +100,9 @@ def test_the_policy_of_a_site_decides_and_no_site_is_charged(
 
 
 def test_a_policy_that_changes_holds_at_once(
-    invoke: Invoke, tmp_path: Path, sites: list[Path], monkeypatch: pytest.MonkeyPatch
+    invoke: Invoke, tmp_path: Path, sites: list[Path]
 ) -> None:
-    from xcal.federation import coordinator
-
-    save = coordinator.save_checkpoint
-
-    def cut(*args: Any) -> None:
-        save(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "save_checkpoint", cut)
+    with interrupted_after_a_round():
         assert run(invoke, tmp_path / "run", sites)[0] == 130
     before = [rows(site_dir) for site_dir in sites]
     set_policy(sites[1], epsilon_run=1.0)
@@ -160,16 +152,7 @@ def test_trial_sites_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_
 def ledgers(invoke: Invoke, folder: Path, *limits: str) -> list[Path]:
     made = [folder / name for name in ("one", "two")]
     for site_dir in made:
-        words = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
-        assert invoke(*words, *limits)[0] == 0
+        assert invoke(*ledger_create(site_dir), *limits)[0] == 0
     return made
 
 

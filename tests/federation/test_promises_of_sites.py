@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import support
-from made_sites import tiny_site
+from commands import interrupted_after_a_round
+from made_sites import ledger_create, tiny_site
 from support import TINY
 from wire import a_request, ask, real
 from xcal.config import to_toml
@@ -293,15 +294,7 @@ def test_a_run_that_cannot_pay_one_step_is_refused(
 ) -> None:
     made = [tmp_path / name for name in ("one", "two")]
     for site_dir in made:
-        args = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
+        args = ledger_create(site_dir)
         limits = "--epsilon 8 --delta 1e-3 --rule renyi --order 5".split()
         assert invoke(*args, *limits)[0] == 0
     use_up(made[1])
@@ -351,18 +344,9 @@ def test_ledgers_of_a_run_with_sites_are_found(
 def test_a_run_is_resumed_from_where_its_sites_are(
     invoke: Invoke, tmp_path: Path, bare: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xcal.federation import coordinator
-
-    save = coordinator.save_checkpoint
-
-    def cut(*args: Any) -> None:
-        save(*args)
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
     near = [Path(site_dir.name) for site_dir in bare]
-    with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "save_checkpoint", cut)
+    with interrupted_after_a_round():
         assert run(invoke, tmp_path / "run", near, rounds=2)[0] == 130
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -387,15 +371,7 @@ def test_a_new_run_with_a_site_that_is_not_there_makes_none(
 def test_a_ledger_that_is_used_up_says_so(invoke: Invoke, tmp_path: Path) -> None:
     made = [tmp_path / name for name in ("one", "two")]
     for site_dir in made:
-        args = [
-            "ledger",
-            "create",
-            str(site_dir),
-            "--population",
-            site_dir.name,
-            "--unit",
-            "record",
-        ]
+        args = ledger_create(site_dir)
         assert invoke(*args, "--epsilon", "8", "--delta", "1e-2")[0] == 0
     assert run(invoke, tmp_path / "first", made)[0] == 0
     code, _, err = run(invoke, tmp_path / "second", made)

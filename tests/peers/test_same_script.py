@@ -81,6 +81,7 @@ def engine_of(library: str) -> Any:
     return pytest.importorskip("opacus").PrivacyEngine
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_script_runs_with_either_library() -> None:
     theirs = script(engine_of("opacus"), nn.CrossEntropyLoss())

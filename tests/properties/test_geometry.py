@@ -94,7 +94,7 @@ def test_weights_of_one_change_no_bit(model, seed, chunk):
         assert torch.equal(value, scaled.gradients[name])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     data=st.data(),
     model=networks(),

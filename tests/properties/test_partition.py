@@ -41,7 +41,7 @@ def held(parts: Partition) -> list[list[int]]:
     return [shard.indices.tolist() for shard in parts.shards]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(image_sets(), st.integers(1, 12), kinds, concentrations, seeds, st.booleans())
 def test_every_image_stands_at_exactly_one_client(images, clients, kind, c, seed, keep_groups):
     n_groups = len(np.unique(images.groups))
@@ -73,7 +73,7 @@ def test_every_image_stands_at_exactly_one_client(images, clients, kind, c, seed
         assert sizes.max() - sizes.min() <= 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     image_sets(),
     st.integers(1, 8),

@@ -34,6 +34,8 @@ NETWORKS = {
     ),
 }
 
+SOME = ["small", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "small")]
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
@@ -67,7 +69,7 @@ def test_what_is_known_of_a_unit_is_the_same_beside_any_others(network: str) -> 
         assert torch.equal(part.features, whole.features[there])
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", SOME)
 def test_so_it_is_with_units_of_several_images(network: str) -> None:
     model = NETWORKS[network]()
     engine = ClippingEngine(model, rows=16)
@@ -86,7 +88,7 @@ def test_so_it_is_with_units_of_several_images(network: str) -> None:
         assert torch.equal(norms(chosen), whole[chosen])
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", SOME)
 def test_shipped_networks_keep_rows_apart_here(network: str) -> None:
     model = NETWORKS[network]()
     before = torch.random.get_rng_state()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import xcal.dp.mechanism
+from fuzzing import LONG
 from support import tiny
 from xcal.dp.accounting import joint_sigma
 from xcal.dp.clipping import ClippingEngine
@@ -289,7 +290,7 @@ def with_null_unit(batch: Batch, unit: int) -> Batch:
 
 @pytest.mark.parametrize("unit", ["record", "group", "views"])
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=10, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=20 if LONG else 5, deadline=None, phases=UNSHRUNK)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),
@@ -432,7 +433,7 @@ class _Drawing(SeededNoise):
 
 @pytest.mark.parametrize("kind", [Beginning, Behind])
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=6, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=12 if LONG else 4, deadline=None, phases=UNSHRUNK)
 @given(
     data=st.data(),
     seed=st.integers(0, 1000),

@@ -30,7 +30,8 @@ from xcal.studies.cell import Talk, explained_subset, run_cell
 from xcal.studies.grid import BUSY, Cell, Grid
 from xcal.studies.runner import Options, Outcome, how_many, run_grid
 
-TINY_KEYS = {k: v for k, v in TINY.items() if k not in ("threads", "workers")}
+BY_THE_PROCESS = ("threads", "workers", "road_test_images")
+TINY_KEYS = {k: v for k, v in TINY.items() if k not in BY_THE_PROCESS}
 
 
 def tiny_cell(**changes: Any) -> Cell:

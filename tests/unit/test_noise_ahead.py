@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 
 import pytest
 import torch
 
+from commands import told_by_a_fork
 from xcal.dp.noise import NoiseKey, SecureNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 
@@ -50,19 +50,7 @@ def test_the_thread_ends_with_close_and_with_its_owner():
 def test_a_child_takes_nothing_its_parent_prepared():
     noise = SecureNoiseAhead()
     noise.normals(KEY, 4096)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(write, noise.normals(KEY, 64).numpy().tobytes())
-        finally:
-            os._exit(0)
-    os.close(write)
-    told = b""
-    while part := os.read(read, 4096):
-        told += part
-    os.close(read)
-    os.waitpid(child, 0)
+    told = told_by_a_fork(lambda: noise.normals(KEY, 64).numpy().tobytes())
     theirs = torch.frombuffer(bytearray(told), dtype=torch.float32)
     ours = noise.normals(KEY, 100_000)
     noise.close()

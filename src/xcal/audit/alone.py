@@ -83,7 +83,6 @@ def train_alone(
     make_engine: Callable[..., ClippingEngine] = ClippingEngine,
     noise: NoiseSource | None = None,
     site_dir: Path | None = None,
-    on_step: Callable[[int], None] | None = None,
 ) -> Trained:
     """Train all rounds of one client through `client_round`: real sampler, clipping, noise, filter.
 
@@ -126,10 +125,8 @@ def train_alone(
         first = flat(weights)
         before = first
 
-        def after_step(count: int) -> None:
+        def after_step(_: int) -> None:
             nonlocal before
-            if on_step is not None:
-                on_step(count)
             if observe is None:
                 return
             now = flat(trainable(built[-1]))

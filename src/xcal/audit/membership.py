@@ -7,7 +7,6 @@ likelihood ratio (LiRA, Carlini et al. 2022), the other models serving as shadow
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from xcal.methods.client_data import LocalData
 
 Matrix = NDArray[np.float64]
 FALSE_POSITIVES = 0.01
+RESAMPLES = 300  # of the images, for the intervals
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,6 @@ def infer_membership(
     classes: int,
     *,
     models: int = 8,
-    resamples: int = 300,
-    on_step: Callable[[int], None] | None = None,
 ) -> list[Membership]:
     """Train `models` models of the experiment's method and attack each of them both ways."""
     if models < 4 or models % 2:
@@ -128,7 +126,7 @@ def infer_membership(
         members = pool.take(np.flatnonzero(inside[k]))
         members = replace(members, groups=np.arange(len(members), dtype=np.int64))
         data = LocalData(members, unit="record", images_per_unit=1)
-        trained = train_alone(own, data, classes, on_step=on_step)
+        trained = train_alone(own, data, classes)
         claimed = None if trained.plan is None else trained.plan.epsilon
         found = predict(trained.model, pool)
         p = found.probabilities[np.arange(len(pool)), pool.labels]
@@ -142,7 +140,7 @@ def infer_membership(
     results = []
     for attack, scores in (("loss", confidence), ("lira", lira_scores(confidence, inside))):
         draws = []
-        for _ in range(resamples):
+        for _ in range(RESAMPLES):
             images = rng.integers(0, len(pool), len(pool))
             some, who = scores[:, images], inside[:, images]
             draws.append((auc_of(some, who), tpr_of(some, who, FALSE_POSITIVES)))

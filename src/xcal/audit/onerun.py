@@ -8,7 +8,7 @@ model. Beside each bound stands what could have been found at best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +126,6 @@ def audit_method(
     canaries: int,
     pictures: Images | None = None,
     confidence: float = 0.95,
-    on_step: Callable[[int], None] | None = None,
 ) -> list[Audit]:
     """Audit the experiment's method with one kind of canary, in all three views."""
     if experiment.unit != "record":
@@ -136,9 +135,9 @@ def audit_method(
         benign, _pictures(canary, canaries, benign, pictures, classes, experiment.seed), included
     )
     if canary == "gradient":
-        trained, views, floor = _with_gradients(experiment, planted, classes, on_step)
+        trained, views, floor = _with_gradients(experiment, planted, classes)
     else:
-        trained, views, floor = _with_inputs(experiment, planted, classes, on_step)
+        trained, views, floor = _with_inputs(experiment, planted, classes)
     claimed = None if trained.plan is None else trained.plan.epsilon
     expected = accuracy = None
     if trained.charges:
@@ -218,7 +217,6 @@ def _with_gradients(
     experiment: Experiment,
     planted: Planted,
     classes: int,
-    on_step: Callable[[int], None] | None,
 ) -> tuple[Trained, dict[str, Scores], float | None]:
     parameters = sum(p.numel() for p in trainable(build_network(experiment, classes)).values())
     if planted.canaries > parameters:
@@ -238,9 +236,7 @@ def _with_gradients(
             return super().clipped_sum(*args, clip=clip, **options)
 
     watcher = GradientWatcher(directions, bounds)
-    trained = train_alone(
-        experiment, data, classes, observe=watcher, make_engine=Engine, on_step=on_step
-    )
+    trained = train_alone(experiment, data, classes, observe=watcher, make_engine=Engine)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
@@ -269,13 +265,12 @@ def _with_inputs(
     experiment: Experiment,
     planted: Planted,
     classes: int,
-    on_step: Callable[[int], None] | None,
 ) -> tuple[Trained, dict[str, Scores], float | None]:
     own = planted.canary_images()
     images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
     watcher = InputWatcher(images, labels)
     data = CanaryData(planted.images, planted.included, in_gradient=False)
-    trained = train_alone(experiment, data, classes, observe=watcher, on_step=on_step)
+    trained = train_alone(experiment, data, classes, observe=watcher)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     per_step = np.zeros(planted.canaries)

@@ -57,7 +57,7 @@ def _log_sum(values: Floats) -> Floats:
     return result
 
 
-def _log_comb(n: float, k: Floats) -> Floats:
+def _log_comb(n: Floats | float, k: Floats) -> Floats:
     result: Floats = (
         special.gammaln(n + 1.0) - special.gammaln(k + 1.0) - special.gammaln(n - k + 1.0)
     )
@@ -73,16 +73,17 @@ def _log_moment_whole(rate: float, sigmas: Floats, order: int) -> Floats:
 
 
 def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
-    """For pairs (σ, order): one pass over the series serves them all."""
+    """For pairs (σ, order): one pass over the series serves them all, some terms at a time."""
     z0 = sigma**2 * math.log(1 / rate - 1) + 0.5
     log_rate, log_rest = math.log(rate), math.log1p(-rate)
     result = np.empty_like(sigma)
     left = np.arange(len(sigma))  # the pairs whose series goes on: most end early, a few never
     total = last0 = last1 = np.full_like(sigma, -np.inf)
-    top = special.gammaln(order + 1.0)
-    for i in range(MAX_SERIES_TERMS):
+    terms = max(1, min(64, 2**15 // len(sigma)))
+    for first in range(0, MAX_SERIES_TERMS, terms):
+        i = np.arange(first, min(first + terms, MAX_SERIES_TERMS), dtype=np.float64)[:, None]
         # Signs of C(order, i) are dropped on purpose: the magnitudes' sum bounds the moment above.
-        coefficient = top - special.gammaln(i + 1.0) - special.gammaln(order - i + 1.0)
+        coefficient = _log_comb(order, i)
         j = order - i
         # log ½erfc(x/√2) = log Φ(−x)
         s0 = (
@@ -99,20 +100,19 @@ def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
             + (j * j - j) / (2 * sigma**2)
             + special.log_ndtr((j - z0) / sigma)
         )
-        total = np.logaddexp(total, np.logaddexp(s0, s1))
-        falling = (s0 < last0) & (s1 < last1)
-        last0, last1 = s0, s1
-        on = ~(falling & (np.maximum(s0, s1) < total - 30))
-        if not on.all():
-            result[left[~on]] = total[~on]
-            kept = (left, sigma, order, top, z0, total, last0, last1, falling)
-            left, sigma, order, top, z0, total, last0, last1, falling = (x[on] for x in kept)
-            if not len(left):
-                return result
+        sums = np.logaddexp.accumulate(np.vstack([total, np.logaddexp(s0, s1)]))[1:]
+        falling = (s0 < np.vstack([last0, s0[:-1]])) & (s1 < np.vstack([last1, s1[:-1]]))
+        ended = falling & (np.maximum(s0, s1) < sums - 30)
+        over = ended.any(axis=0)
+        result[left[over]] = sums[ended.argmax(axis=0), np.arange(len(left))][over]
+        if over.all():
+            return result
+        kept = (left, sigma, order, z0, sums[-1], s0[-1], s1[-1], falling[-1])
+        left, sigma, order, z0, total, last0, last1, last_fell = (x[~over] for x in kept)
     # Where the series is slow, the library gives up. Its terms fall at least like i^-2 (order > 1),
     # so all that is left is at most N times the last one.
     tail = math.log(MAX_SERIES_TERMS) + np.logaddexp(last0, last1)
-    result[left] = np.where(falling, np.logaddexp(total, tail), np.inf)
+    result[left] = np.where(last_fell, np.logaddexp(total, tail), np.inf)
     return result
 
 
@@ -194,6 +194,7 @@ def _event(rate: float, sigma: float) -> Any:
     return gaussian if rate == 1 else dp_accounting.PoissonSampledDpEvent(rate, gaussian)
 
 
+@lru_cache(maxsize=4096)
 def reference_cost(rate: float, sigma: float, order: float) -> float:
     """The same cost from dp-accounting: slow, independent of `step_costs`.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import dp_accounting
@@ -135,12 +136,14 @@ def delta_bound(
     return max(_delta_bound(rate, sigma, steps, epsilon, spacing, d) for d in directions)
 
 
+@lru_cache(maxsize=1024)  # ledgers of equal clients ask the same
 def reference_delta(rate: float, sigma: float, steps: int, epsilon: float) -> float:
     """δ at ε of the same plan from dp-accounting's own accountant, on the same grid."""
     spacing = interval(rate, *_merged(rate, sigma, steps), epsilon)
     return float(_accountant(rate, sigma, steps, spacing).get_delta(epsilon))
 
 
+@lru_cache(maxsize=1024)
 def epsilon_pld(rate: float, sigma: float, steps: int, delta: float) -> float:
     """ε of the plan at δ, by dp-accounting's own accountant at its usual spacing."""
     return float(_accountant(rate, sigma, steps, 1e-4).get_epsilon(delta))

@@ -80,8 +80,8 @@ def whole_lines(path: Path, *, strict: bool = True) -> list[dict[str, Any]]:
     return lines
 
 
-def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
-    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode(), sync=sync)
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:

@@ -330,14 +330,7 @@ def check_spending(rows: Sequence[Row]) -> Verification:
     terms, runs = terms_of(rows), runs_of(rows)
     totals: dict[str, float] = {}
     paid: dict[str, int] = {}
-    costs: dict[tuple[float, float, float], float] = {}
     lifetime = 0.0
-
-    def cost_at(rate: float, sigma: float, order: float) -> float:
-        key = (rate, sigma, order)
-        if key not in costs:
-            costs[key] = reference_cost(rate, sigma, order)
-        return costs[key]
 
     def bad(row: Row, what: str) -> Verification:
         return Verification(False, len(rows), what, row.seq)
@@ -369,14 +362,14 @@ def check_spending(rows: Sequence[Row]) -> Verification:
                 return bad(row, "charges a run whose plan exceeds its promise")
         elif run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
             return bad(row, "charges a run whose budget exceeds its promise")
-        expected = cost_at(charge.rate, charge.sigma, run.order)
+        expected = reference_cost(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")
         totals[charge.run] = totals.get(charge.run, 0.0) + expected
         if not by_count and totals[charge.run] > run.budget * (1 + 1e-9):
             return bad(row, "takes its run past its budget")
         if terms.rule == "renyi" and terms.order and terms.epsilon and terms.delta:
-            lifetime += cost_at(charge.rate, charge.sigma, terms.order)
+            lifetime += reference_cost(charge.rate, charge.sigma, terms.order)
             if lifetime > budget_at(terms.order, terms.epsilon, terms.delta) * (1 + 1e-9):
                 return bad(row, "takes the population past its lifetime budget")
     reserved = [r for r in runs.values() if r.epsilon is not None]
