@@ -205,7 +205,8 @@ def table(kept: dict[str, Any]) -> str:
     placed = [c for c in ("pointing", "inside") if c in first]
     columns += [*placed, "scrambled", "seconds"]
     lines = [
-        f"**{keys['data']}, ε = {keys['epsilon']:g}**, seed {keys['seed']}:"
+        f"**{keys['data']}, ε = {keys['epsilon']:g}**, `{keys['network']}` at {keys['pixels']} px,"
+        f" {keys['train_images'] or 'all'} training images, seed {keys['seed']}:"
         f" {len(groups)} test images of {len(set(groups))} groups, {np.mean(kept['right']):.2f} of"
         f" them answered rightly; temperature {kept['temperature']:.2f}; models of commit"
         f" `{str(kept['trained_by'])[:7]}`, maps of `{str(kept['measured_by'])[:7]}`.",
@@ -224,9 +225,10 @@ def table(kept: dict[str, Any]) -> str:
         ]
         row += [_text(bootstrap(np.array(found[c]), groups)) for c in checks]
         row += [f"{np.nanmean(found[c]):.2f}" for c in placed]
-        row.append(f"{np.mean(found['scrambled']):+.2f}" if "scrambled" in found else "–")
+        alike = f"{np.mean(found['scrambled']):+.2f}" if "scrambled" in found else "–"
+        row.append(alike.replace("-", "−"))
         row.append(f"{found['map_seconds']:.0f}")
-        lines.append(f"| {' | '.join(row).replace('-', '−')} |")
+        lines.append(f"| {' | '.join(row)} |")
     if "choice" in kept:
         chosen = kept["choice"]
         on = f"{chosen['images']} public validation images"

@@ -11,7 +11,7 @@ from torch import Tensor
 from xcal.data.images import ImageData, Images
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
-from xcal.explain.choosing import make_maps
+from xcal.explain.choosing import make_maps, parts_of
 from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
 from xcal.explain.gradcam import enlarge_maps
 from xcal.federation.evaluation import explanation_metrics, predict
@@ -22,6 +22,8 @@ from xcal.report.runs import LoadedRun
 
 SANITY_IMAGES = 64
 """The sanity check makes every map again for each stage; so many images settle its mean."""
+_OF_MANY_PASSES = 8
+"""As many where a map takes tens of passes an image."""
 
 
 def evaluate_run(
@@ -80,7 +82,8 @@ def evaluate_run(
 
 def _sanity_check(run: LoadedRun, images: Images, method: str) -> list[dict[str, float]]:
     """How alike maps still are to the trained network's, as more of its layers are scrambled."""
-    few = images.take(np.arange(min(len(images), SANITY_IMAGES)))
+    wanted = _OF_MANY_PASSES if {"occlusion", "rise"} & {*parts_of(method)} else SANITY_IMAGES
+    few = images.take(np.arange(min(len(images), wanted)))
     stages = randomisation_check(run.model, to_tensor(np.asarray(few.pixels)), method=method)
     return [{"scrambled": stage.share, **_means(stage.agreement)} for stage in stages]
 
