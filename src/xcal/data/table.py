@@ -54,7 +54,7 @@ def find_labeled_table(files: Files, choice: ColumnChoice) -> str | None:
         rows = rows_or_none(files, name)
         if not rows:
             continue
-        wanted = [[choice.path] if choice.path else PATH_COLUMNS]
+        wanted: list[Sequence[str]] = [[choice.path] if choice.path else PATH_COLUMNS]
         listed = _finding_columns(rows[0], choice.label)
         wanted += [[one] for one in listed] or [[choice.label] if choice.label else _LABEL]
         if all(find_column(rows[0], some) for some in wanted):
