@@ -65,6 +65,14 @@ class PrivateLoader(DataLoader[Any]):
 
     It ends at the end of an epoch or of the budget. With worker processes batches are drawn, and
     so paid for, ahead of the loop: those that are not used when it is left are lost.
+
+    Args:
+        given: the loader that was handed in.
+        steps: what the objects of one training share.
+        done: batches of its first epoch that were taken already, of a resumed training.
+
+    Guarantee: every batch is drawn after its charge is on record, each unit independently with
+    probability 1/len(given); where the budget does not cover one more, it ends.
     """
 
     def __init__(self, given: DataLoader[Any], steps: PrivateSteps, done: int = 0) -> None:
