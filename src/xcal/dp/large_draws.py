@@ -7,7 +7,7 @@ what each output is worth to its own loss, part by part with everything recorded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from xcal.dp.apart import mapped, tensors
 from xcal.dp.clipping import OpenPass
 from xcal.dp.clipping.engine import in_chunks
-from xcal.dp.clipping.precision import autocast_type, single
+from xcal.dp.clipping.precision import autocast_type, in_half, single
 from xcal.dp.clipping.tape import Units
 from xcal.errors import UserError
 
@@ -125,13 +125,8 @@ class Parts:
     def _as_then(self, one: _Call, number: int) -> Iterator[None]:
         """The random state and the precision that the part had the first time."""
         devices = [self._device] if self._on_gpu else []
-        half = nullcontext() if one.half is None else _autocast(self._device, one.half)
-        with torch.random.fork_rng(devices=devices), half:
+        with torch.random.fork_rng(devices=devices), in_half(self._device, one.half):
             torch.set_rng_state(one.states[number][0])
             for device, state in zip(devices, one.states[number][1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
             yield
-
-
-def _autocast(device: torch.device, half: torch.dtype) -> AbstractContextManager[None]:
-    return torch.autocast(device.type, dtype=half)

@@ -161,7 +161,8 @@ class ClippingEngine:
     `fallback="vmap"` (or `"loop"`, where vmap has no way) works through modules that have no rule
     one sample at a time: exact, slower, and with memory for every sample's own copy of their
     gradient. `dropout` lets layers draw at random, for every sample by itself; a step that is
-    redone then draws anew, so nothing that is replayed may use it.
+    redone then draws anew, so nothing that is replayed may use it. `half` (bfloat16) is what
+    products are rounded to in passes; norms and sums stay in float32.
     """
 
     def __init__(
@@ -172,7 +173,9 @@ class ClippingEngine:
         rows: int = 0,
         fallback: str | None = None,
         dropout: bool = False,
+        half: torch.dtype | None = None,
     ) -> None:
+        self._half = half
         if chunk < 1:
             raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
         self._fallback = None if fallback is None else Fallback(fallback)
@@ -248,6 +251,7 @@ class ClippingEngine:
             forward=batch.forward,
             loss=batch.loss,
             fallback=self._fallback,
+            half=self._half,
         )
         if batch.loss is not None and batch.loss is not self._trusted_loss:
             check_independent(batch.loss, seen.logits, batch.labels)
