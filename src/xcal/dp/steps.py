@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import MixedRows, OpenPass, joined
+from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, joined
 from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
@@ -381,7 +381,7 @@ class PrivateSteps:
     def _sum_of_parts(self, draw: Draw, losses: Tensor) -> dict[str, Tensor]:
         """The clipped sum of a draw that went through the network in parts."""
         assert draw.parts is not None
-        found = []
+        found: list[ClippedSum] = []
         for opened, own, outputs in draw.parts.again(
             losses, draw.outputs, self.clip, self._going_back_of(draw)
         ):
