@@ -39,7 +39,7 @@ Device = Annotated[str, BeforeValidator(_known_device)]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by", "workers", "log", "maps")
+_LATER = ("public_validation", "public_validation_by", "workers", "log", "maps", "precision")
 
 
 # Keys of the first edition that have another name today; files with the old ones are still read.
@@ -309,6 +309,13 @@ class Experiment(BaseModel):
         description="where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)",
         travels=False,
     )
+    precision: Literal["single", "bf16"] | None = key(
+        None,
+        description="of training passes: single (float32, the default), or bf16: products in"
+        " bfloat16, as torch.autocast rounds them; what is clipped and released is float32 either"
+        " way. Runs of the local engine without sites",
+        travels=False,
+    )
     log: Literal["none", "tensorboard", "mlflow", "wandb"] = key(
         "none",
         description="where released and public numbers of each round also go; does not change the"
@@ -320,6 +327,13 @@ class Experiment(BaseModel):
     def noise_source(self) -> str:
         """What noise comes from: sites are real, so only secure noise is charged to them."""
         return self.noise or ("seeded" if self.sites is None else "secure")
+
+    @property
+    def only_local(self) -> str | None:
+        """A key that clients elsewhere do not take, where it is set."""
+        if self.loss is not None:
+            return "loss"
+        return "precision" if self.precision == "bf16" else None
 
     @property
     def rows(self) -> int:

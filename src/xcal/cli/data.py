@@ -26,11 +26,17 @@ def import_command(
         "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom."
     ),
     pixels: int = typer.Option(128, help="Side of the square images that are kept."),
-    task: str | None = typer.Option(None, help="What to tell apart, where a set has several."),
+    task: str | None = typer.Option(
+        None, help="What to tell apart, where a set has several; findings: all at once."
+    ),
     skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave files out that cannot be used."),
     replace: bool = typer.Option(False, "--replace", help="Replace a set of this name and size."),
     path_column: str | None = typer.Option(None, help="A CSV's column that names the image file."),
-    label_column: str | None = typer.Option(None, help="A CSV's column that holds the class."),
+    label_column: str | None = typer.Option(
+        None,
+        help="A CSV's column that holds the class; of findings with a column of 0 and 1 each, all"
+        " of them with commas between.",
+    ),
     group_column: str | None = typer.Option(
         None, help="A CSV's column that says whose image it is, such as the patient's number."
     ),

@@ -98,8 +98,11 @@ def run_command(
         made, given = load_experiment(experiment, sets)
         if engine == "flower" and made.sites is not None:
             raise UserError("Flower's simulation makes sites of its own: leave out sites.")
-        if engine == "flower" and made.loss is not None:
-            raise UserError("Flower's clients train with cross-entropy: leave out loss.")
+        if engine == "flower" and made.only_local is not None:
+            raise UserError(
+                "Flower's clients train with cross-entropy in single precision: leave out"
+                f" {made.only_local}."
+            )
         console.print(f"Preparing {made.data} for {made.method}, {made.clients} clients …")
         if (found := with_constants(made)) != made:
             console.print(f"Constants of the public validation images are in {found.weights}.")

@@ -139,6 +139,8 @@ class PrivacyEngine:
         seed: for experiments that must come out the same again; no protection against who knows it.
         policy: what the owner of the data allows, as `xcal.policy` reads it from a `policy.toml`;
             asked before anything is charged. It needs a ledger that stands already.
+        max_physical_batch_size: items that go through the network at once. A larger draw does in
+            parts, with the same sum and one more forward pass; None: never.
 
     Raises:
         Refused: for an accountant that is not known, a seed in secure mode, or a policy without a
@@ -171,7 +173,17 @@ class PrivacyEngine:
         ledger: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         policy: PolicyCheck | None = None,
+        max_physical_batch_size: int | None = 256,
     ) -> None:
+        if max_physical_batch_size is not None and not (
+            isinstance(max_physical_batch_size, int) and max_physical_batch_size >= 1
+        ):
+            raise Refused(
+                "option",
+                f"max_physical_batch_size is {max_physical_batch_size}: give a whole number of at"
+                " least 1, or None.",
+            )
+        self._at_once = max_physical_batch_size
         if accountant not in (*_ACCOUNTANTS, "pld"):
             raise Refused(
                 "option", f"The accountant {accountant!r} is not known: choose 'prv' or 'rdp'."
@@ -461,6 +473,7 @@ class PrivacyEngine:
             by_group=run.unit == "group",
             per_epoch=terms.per_epoch,
             divisor=terms.divisor,
+            at_once=self._at_once,
         )
         self._terms, self._steps = terms, steps
         self._made = Private(
@@ -600,6 +613,7 @@ class PrivacyEngine:
         groups: Sequence[Any] | NDArray[Any] | Tensor | None = None,
         ledger: str | os.PathLike[str] | None = None,
         policy: PolicyCheck | None = None,
+        max_physical_batch_size: int | None = 256,
     ) -> tuple[PrivacyEngine, Private]:
         """Go on with a saved training: same plan, same budget, at the place where it was saved.
 
@@ -609,6 +623,7 @@ class PrivacyEngine:
                 network and optimizer get the saved state.
             ledger: where the ledger lies now, if it was moved.
             policy: as for the engine; it is asked again.
+            max_physical_batch_size: as for the engine.
 
         Returns:
             The engine, and its (module, optimizer, criterion, data_loader).
@@ -649,7 +664,7 @@ class PrivacyEngine:
                 "resume", f"Network or optimizer are not those of the training in {path}: {error}"
             ) from None
         where = ledger if ledger is not None else saved["ledger"]
-        engine = cls(ledger=where, policy=policy)
+        engine = cls(ledger=where, policy=policy, max_physical_batch_size=max_physical_batch_size)
         head = None if saved["head"] is None else Head(**saved["head"])
         done = saved["taken"] % terms.per_epoch
         made = engine._start(terms, module, optimizer, criterion, data_loader, table, head, done)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -23,6 +26,7 @@ from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
 
 _LOOKED_AT = 6  # items
+_SEEDS = 8  # draws at random that a collate function is looked at with
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -61,6 +65,14 @@ class PrivateLoader(DataLoader[Any]):
 
     It ends at the end of an epoch or of the budget. With worker processes batches are drawn, and
     so paid for, ahead of the loop: those that are not used when it is left are lost.
+
+    Args:
+        given: the loader that was handed in.
+        steps: what the objects of one training share.
+        done: batches of its first epoch that were taken already, of a resumed training.
+
+    Guarantee: every batch is drawn after its charge is on record, each unit independently with
+    probability 1/len(given); where the budget does not cover one more, it ends.
     """
 
     def __init__(self, given: DataLoader[Any], steps: PrivateSteps, done: int = 0) -> None:
@@ -138,7 +150,9 @@ def check_loader(loader: DataLoader[Any]) -> None:
 def _check_collate(loader: DataLoader[Any]) -> None:
     """Refuse rows that are reordered, repeated or mixed on their way into a batch.
 
-    Looked at on a few items: in reverse they must come out in reverse, and each as if alone.
+    Looked at on a few items. Where nothing is drawn at random, in reverse they must come out in
+    reverse, and each as if alone. Where something is (an augmentation of every row), a row must
+    come out the same, under the same draws, whoever stands in the other places.
     """
     collate = loader.collate_fn
     if collate is default_collate:
@@ -148,12 +162,31 @@ def _check_collate(loader: DataLoader[Any]) -> None:
         loader.dataset[i] for i in sorted({i * count // _LOOKED_AT for i in range(_LOOKED_AT)})
     ]
 
-    def made(of: list[Any]) -> list[Tensor]:
-        found = tensors(collate(list(of)))
+    def made(of: list[Any], seed: int = 0) -> list[Tensor]:
+        with _drawing(seed):
+            found = tensors(collate(list(of)))
         return [t for t in found if t.dim() and len(t) == len(of)]
 
-    together, reverse = made(items), made(items[::-1])
-    alone = [made([item]) for item in items]
+    together = [made(items, seed) for seed in range(_SEEDS)]
+    if all(_all_same(together[0], other) for other in together[1:]):
+        kept = _kept(together[0], made(items[::-1]), [made([item]) for item in items])
+    else:
+        kept = all(
+            _all_same(whole, made(items, seed)) and _whoever_else(whole, made, items, seed)
+            for seed, whole in enumerate(together)
+        )
+    if not kept:
+        raise Refused(
+            "loader",
+            "The collate function of the data_loader does not keep rows as they are (it sorts,"
+            " repeats or mixes them, or draws at random in a way that cannot be repeated), so whose"
+            " a row is would not be known: let it make every row of its own item alone, with draws"
+            " of torch's, numpy's or Python's global generator, or do in the data set, item by"
+            " item, what it does.",
+        )
+
+
+def _kept(together: list[Tensor], reverse: list[Tensor], alone: list[list[Tensor]]) -> bool:
     kept = len(together) == len(reverse) and all(
         _same(a, b.flip(0)) for a, b in zip(together, reverse, strict=True)
     )
@@ -161,13 +194,48 @@ def _check_collate(loader: DataLoader[Any]) -> None:
         for row, one in enumerate(alone):
             if number < len(one) and one[number].shape[1:] == whole.shape[1:]:  # not padded
                 kept = kept and _same(whole[row], one[number][0])
-    if not kept:
-        raise Refused(
-            "loader",
-            "The collate function of the data_loader does not keep rows as they are (it sorts,"
-            " repeats, mixes or changes them at random), so whose a row is would not be known: do"
-            " in the data set, item by item, what it does.",
-        )
+    return kept
+
+
+def _whoever_else(
+    together: list[Tensor],
+    made: Callable[[list[Any], int], list[Tensor]],
+    items: list[Any],
+    seed: int,
+) -> bool:
+    """Whether each row stays under the same draws when all other places hold other items."""
+    for row, item in enumerate(items):
+        for turn in range(1, len(items)):
+            others = items[turn:] + items[:turn]
+            others[row] = item
+            moved = made(others, seed)
+            if len(moved) != len(together) or not all(
+                a.shape == b.shape and _same(a[row], b[row])
+                for a, b in zip(together, moved, strict=True)
+            ):
+                return False
+    return True
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Within, the global generators begin at `seed`; afterwards they are as they were."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _all_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(
+        a.shape == b.shape and _same(a, b) for a, b in zip(some, others, strict=True)
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

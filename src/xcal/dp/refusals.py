@@ -9,7 +9,8 @@ CODES = {
     "network": "a network whose per-sample gradients cannot be kept apart (BatchNorm, for one)",
     "foreign-parameters": "an optimizer that holds parameters which are not the module's",
     "loader": "a data loader whose own sampling cannot be replaced by Poisson sampling, whose"
-    " collate function does not keep rows, or that is iterated over twice at once",
+    " collate function does not make every row of its own item alone, or that is iterated over"
+    " twice at once",
     "groups": "ids of units that do not fit the data set",
     "criterion": "a criterion that trains parameters of its own, mixes samples, remembers them, or"
     " whose reduction is another",

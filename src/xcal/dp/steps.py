@@ -24,10 +24,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import MixedRows, OpenPass
+from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, joined
 from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
+from xcal.dp.large_draws import Parts
 from xcal.dp.mechanism import ChargedStep, Mechanism
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.refusals import Refused
@@ -64,6 +65,7 @@ class Draw:
     going_back: bool = False
     before: dict[str, str] = field(default_factory=dict)
     outputs: list[GradientEdge] = field(default_factory=list)
+    parts: Parts | None = None  # where it is too large to go through the network at once
     released: dict[str, Tensor] | None = None
     stepped: bool = False
 
@@ -91,6 +93,7 @@ class PrivateSteps:
         by_group: bool,
         per_epoch: int,
         divisor: float,
+        at_once: int | None = None,
     ) -> None:
         self.module, self.account, self.mechanism = module, account, mechanism
         self.per_epoch = per_epoch
@@ -98,7 +101,7 @@ class PrivateSteps:
         self._halted = account.halted_before(0)  # in an earlier round: for good
         self.taken = 0  # optimizer steps
         self._records, self._noise = records, noise
-        self._by_group, self._divisor = by_group, divisor
+        self._by_group, self._divisor, self._at_once = by_group, divisor, at_once
         self._ahead: deque[Draw] = deque()
         self._current: Draw | None = None
         self._stepping = False
@@ -235,8 +238,13 @@ class PrivateSteps:
             with no_autocast(next(self.module.parameters()).device):
                 self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
         try:
-            with draw.opened.recording():
-                answer = call(*args, **kwargs)
+            if self._at_once is not None and rows > self._at_once:
+                if draw.parts is None:
+                    draw.parts = Parts(self.module, draw.opened.units, rows, self._at_once)
+                answer = draw.parts.forward(call, args, kwargs)
+            else:
+                with draw.opened.recording():
+                    answer = call(*args, **kwargs)
         except UserError as error:
             raise Refused("network", str(error)) from None
         for tensor in tensors(answer):
@@ -347,9 +355,12 @@ class PrivateSteps:
                     draw.opened.check_apart, losses, draw.outputs, seed=self.account.next_step
                 )
                 apart(inside=False)
-                if draw.units > 1:
-                    self.look_again("inside", partial(apart, inside=True))
-                sums = draw.opened.finish(losses).gradients
+                if draw.parts is not None:
+                    sums = self._sum_of_parts(draw, losses)
+                else:
+                    if draw.units > 1:
+                        self.look_again("inside", partial(apart, inside=True))
+                    sums = draw.opened.finish(losses).gradients
                 check_remembers_nothing(self.module, draw.before)
                 self._check_nothing_beside()
             except MixedRows as error:
@@ -358,7 +369,7 @@ class PrivateSteps:
                 raise Refused("network", str(error)) from None
             finally:
                 draw.going_back = False
-                draw.opened, draw.outputs = None, []
+                draw.opened, draw.outputs, draw.parts = None, [], None
         released = draw.charged.release_tensors("gradient", sums, sensitivity=self.clip)
         draw.released = {
             name: value.div_(self._divisor).to(parameters[name].dtype)
@@ -366,6 +377,22 @@ class PrivateSteps:
         }
         for name, parameter in parameters.items():
             parameter.grad = draw.released[name].clone()
+
+    def _sum_of_parts(self, draw: Draw, losses: Tensor) -> dict[str, Tensor]:
+        """The clipped sum of a draw that went through the network in parts."""
+        assert draw.parts is not None
+        found: list[ClippedSum] = []
+        for opened, own, outputs in draw.parts.again(
+            losses, draw.outputs, self.clip, self._going_back_of(draw)
+        ):
+            if not found and opened.units.count > 1:
+                seed = self.account.next_step
+                self.look_again(
+                    "inside",
+                    partial(opened.check_apart, own, outputs, inside=True, seed=seed),
+                )
+            found.append(opened.finish(own))
+        return joined(found).gradients
 
     def _check_nothing_beside(self) -> None:
         """Refuse a pass that wrote into `p.grad` by itself, and forget what it wrote."""

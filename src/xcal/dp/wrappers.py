@@ -21,6 +21,13 @@ class PrivateModule(nn.Module):
 
     The network itself is `_module`, as with Opacus; its attributes are reached as if they were
     this one's.
+
+    Args:
+        module: the network that was handed in.
+        steps: what the objects of one training share.
+
+    Guarantee: in training mode it answers batches of the private loader only, one draw at a time,
+    and nothing that it gives leads to `p.grad` but through the private criterion.
     """
 
     def __init__(self, module: nn.Module, steps: PrivateSteps) -> None:
@@ -38,6 +45,14 @@ class PrivateModule(nn.Module):
             return getattr(self._module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's answer, recorded in training mode.
+
+        Args:
+            *args, **kwargs: what the network takes; in training mode the whole batch of the loader.
+
+        Raises:
+            Refused: for rows that were not drawn, or a second pass after the backward pass.
+        """
         if self.training and torch.is_grad_enabled():
             return self._steps.forward(self._module, args, kwargs)
         with self._steps.looking():
@@ -49,6 +64,14 @@ class PrivateLoss:
 
     May be multiplied by numbers and added to other losses of the same batch. What `item()` shows is
     computed from the data without noise: it is for the eyes of whoever may see the data.
+
+    Args:
+        steps: what the objects of one training share.
+        per_sample: one loss per sample.
+        reduction: "mean" or "sum", of what is shown.
+
+    Guarantee: `backward` releases the clipped sum once for each draw, with the noise that was
+    charged for; nothing else reaches `p.grad`.
     """
 
     def __init__(self, steps: PrivateSteps, per_sample: Tensor, reduction: str) -> None:
@@ -56,7 +79,13 @@ class PrivateLoss:
         self._steps, self._reduction = steps, reduction
 
     def backward(self) -> None:
-        """Fill `p.grad` with the noisy mean (or sum) of clipped gradients, once for each draw."""
+        """Fill `p.grad` with the noisy mean (or sum) of clipped gradients, once for each draw.
+
+        Raises:
+            Refused: a second time, without a draw, or where one row's loss depends on others.
+
+        Guarantee: as the class says.
+        """
         self._steps.backward(self.per_sample)
 
     def detach(self) -> Tensor:
@@ -128,6 +157,14 @@ class PrivateCriterion(nn.Module):
 
     A torch loss that gives several numbers per sample (several findings, pixels) is averaged over
     them, or summed where its reduction is "sum".
+
+    Args:
+        criterion: the loss that was handed in.
+        reduction: "mean" or "sum".
+        steps: what the objects of one training share.
+
+    Guarantee: losses of which one depends on another sample's are refused, as far as every other
+    row by itself shows it.
     """
 
     def __init__(
@@ -142,6 +179,17 @@ class PrivateCriterion(nn.Module):
         self.criterion = criterion
 
     def forward(self, *args: Any, **kwargs: Any) -> PrivateLoss:
+        """The losses of a batch.
+
+        Args:
+            *args, **kwargs: what the criterion takes: outputs, targets.
+
+        Returns:
+            One loss per sample, to call `backward()` of.
+
+        Raises:
+            Refused: for a criterion that averages over the batch, mixes samples or remembers them.
+        """
         own = self.criterion if isinstance(self.criterion, nn.Module) else None
         before = {} if own is None else remembered(own)
         losses = self._per_sample(*args, **kwargs)
@@ -194,6 +242,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     Parameter groups, state and hooks are those of the optimizer inside (`original_optimizer`), so
     schedulers of torch work on it.
+
+    Args:
+        optimizer: the optimizer that was handed in.
+        steps: what the objects of one training share.
+
+    Guarantee: it steps once for each draw, with the gradient that was released for it, unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: PrivateSteps) -> None:
@@ -241,6 +295,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         Raises:
             Refused: without a draw and its backward pass, or with gradients changed by hand.
+
+        Guarantee: as the class says.
         """
         result = None
         if closure is not None:
@@ -256,17 +312,33 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of all trained parameters."""
+        """Forget the gradients of all trained parameters.
+
+        Args:
+            set_to_none: whether they become None, or zeros.
+        """
         self._steps.module.zero_grad(set_to_none)
         self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer inside."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the optimizer inside a state.
+
+        Args:
+            state_dict: as `state_dict()` gave it.
+        """
         self.original_optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Have the optimizer inside train more of the module's parameters.
+
+        Args:
+            param_group: as torch takes it; parameters that are not the module's are refused at the
+                next step.
+        """
         self.original_optimizer.add_param_group(param_group)
 
     def __repr__(self) -> str:

@@ -27,6 +27,14 @@ LIMITS = (
     " medicine.",
     "An image of something the classes do not name is given one of them all the same.",
 )
+LIMITS_OF_FINDINGS = (
+    *LIMITS[:2],
+    "A confidence is the sigmoid of the network for one finding, not the probability that it is"
+    " there; the calibration error says how far the two are apart on average.",
+    LIMITS[3],
+    "A finding that is not named here is not told, and one that is called at a half was not tuned"
+    " for any clinic.",
+)
 LOADING = (
     "In the folder of this card:",
     "",
@@ -59,7 +67,15 @@ def card_text(
         _section("Privacy", _privacy(statement, result)),
         _section("Measured on the test images", _metrics(data, result)),
         _section("Data", _data(experiment, data, statement, result)),
-        _section("Limits", _bullets([*LIMITS, *_own_limits(statement, result)])),
+        _section(
+            "Limits",
+            _bullets(
+                [
+                    *(LIMITS_OF_FINDINGS if data.multi_label else LIMITS),
+                    *_own_limits(statement, result),
+                ]
+            ),
+        ),
         _section("How it was made", _making(experiment, result)),
     ]
     return "\n".join(sections)

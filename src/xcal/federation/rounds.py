@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from xcal.config import Experiment
@@ -186,7 +187,10 @@ def _train(
 
     engine = None
     if clips_units(method):
-        engine = site.make_engine(model, chunk=experiment.chunk, rows=rows)
+        half = half_of(experiment)
+        engine = site.make_engine(
+            model, chunk=experiment.chunk, rows=rows, **({} if half is None else {"half": half})
+        )
     context = StepContext(
         client=site.client,
         method=method.name,
@@ -207,6 +211,7 @@ def _train(
         chunk=experiment.chunk,
         rows=rows,
         loss=site.loss,
+        half=half_of(experiment),
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -245,6 +250,11 @@ def _train(
     return reply
 
 
+def half_of(experiment: Experiment) -> torch.dtype | None:
+    """What products are rounded to in passes; None: nothing is."""
+    return torch.bfloat16 if experiment.precision == "bf16" else None
+
+
 def _passes(model: nn.Module, experiment: Experiment, multi_label: bool) -> tuple[int, int]:
     """Images in every pass (0: any number), and megabytes for what a frozen backbone makes.
 
@@ -252,7 +262,10 @@ def _passes(model: nn.Module, experiment: Experiment, multi_label: bool) -> tupl
     """
     image = (3, experiment.pixels, experiment.pixels)
     wanted = min(experiment.rows, experiment.chunk)
-    rows = is_batch_invariant(model, image, wanted, multi_label=multi_label)
+    half = half_of(experiment)
+    rows = is_batch_invariant(model, image, wanted, multi_label=multi_label, half=half)
+    if half is not None:
+        return rows, 0  # what is kept would be in another precision than what is not
     return rows, experiment.feature_cache_mb if is_cache_exact(model, image, rows) else 0
 
 

@@ -349,8 +349,11 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
             + ("." if may_measure(experiment) else f", and {AGREE}.")
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
-    if experiment.loss is not None and experiment.sites is not None:
-        raise UserError("Sites train with cross-entropy: leave out loss, or leave out sites.")
+    if experiment.only_local is not None and experiment.sites is not None:
+        raise UserError(
+            "Sites train with cross-entropy in single precision: leave out"
+            f" {experiment.only_local}, or leave out sites."
+        )
     check_loss(experiment, len(data.classes), data.multi_label)
     unexplained = check_network(experiment, len(data.classes), train.pixels.shape[1])
     federation = Federation(
@@ -403,8 +406,11 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
             "The clients of this federation hold their own data and sites: leave out sites, and"
             " choose another method than centralized."
         )
-    if experiment.loss is not None:
-        raise UserError("Clients elsewhere train with cross-entropy: leave out loss.")
+    if experiment.only_local is not None:
+        raise UserError(
+            "Clients elsewhere train with cross-entropy in single precision: leave out"
+            f" {experiment.only_local}."
+        )
     if experiment.group_cap is not None:
         raise UserError(
             "group_cap is each client's own choice where it holds its own data: leave it out, and"

@@ -166,6 +166,7 @@ class StepContext:
     rows: int = 0  # of every pass, filled up; 0: as many as there are
     charges: list[int] = field(default_factory=list)  # the steps charged, in order
     loss: Loss | None = None  # one number per image; None: cross-entropy
+    half: torch.dtype | None = None  # what products of passes without clipping are rounded to
 
     @cached_property
     def frozen(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,12 @@ _seen: dict[tuple[object, ...], bool] = {}
 
 
 def is_batch_invariant(
-    model: nn.Module, image: tuple[int, ...], rows: int, *, multi_label: bool = False
+    model: nn.Module,
+    image: tuple[int, ...],
+    rows: int,
+    *,
+    multi_label: bool = False,
+    half: torch.dtype | None = None,
 ) -> int:
     """`rows`, if an image's numbers are then the same in every place and beside any others; else 1.
 
@@ -35,8 +41,8 @@ def is_batch_invariant(
     for inference. Once in a process for a network's layers; its weights should be the first ones,
     not those of a server. The model is left as it is, and so is the random state.
     """
-    look = _apart_by_findings if multi_label else _apart
-    if rows <= 1 or _known(look.__name__, model, image, rows, look):
+    look = partial(_apart, multi_label=multi_label, half=half)
+    if rows <= 1 or _known(f"apart {multi_label} {half}", model, image, rows, look):
         return rows
     return 1
 
@@ -66,12 +72,13 @@ def _known(
     return _seen[question]
 
 
-def _apart_by_findings(model: nn.Module, image: tuple[int, ...], rows: int) -> bool:
-    return _apart(model, image, rows, multi_label=True)
-
-
 def _apart(
-    model: nn.Module, image: tuple[int, ...], rows: int, *, multi_label: bool = False
+    model: nn.Module,
+    image: tuple[int, ...],
+    rows: int,
+    *,
+    multi_label: bool,
+    half: torch.dtype | None,
 ) -> bool:
     source = torch.Generator().manual_seed(0)
     stranger = _stranger(model, source)
@@ -80,14 +87,14 @@ def _apart(
     labels = _labels(stranger, first)
     if multi_label:  # another loss: every finding but one
         labels = 1 - torch.nn.functional.one_hot(labels, int(labels.max()) + 1)
-    seen = list(_numbers(stranger, first, labels))
+    seen = list(_numbers(stranger, first, labels, half))
     everybody, even = torch.ones_like(numbers, dtype=torch.bool), numbers % 2 == 0
     # All of them one place on, which ties every place to the next; then half of them elsewhere,
     # beside others.
     for places, stay in ((numbers.roll(1), everybody), (numbers.flip(0), even),
                          (numbers.roll(rows // 4), ~even)):  # fmt: skip
         moved = torch.where(stay.view(-1, *[1] * len(image)), first[places], others)
-        again = _numbers(stranger, moved, labels[places])
+        again = _numbers(stranger, moved, labels[places], half)
         if not all(_equal(a[places][stay], b[stay]) for a, b in zip(seen, again, strict=True)):
             return False
     return True
@@ -138,15 +145,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _numbers(model: nn.Module, images: Tensor, labels: Tensor) -> Iterator[Tensor]:
+def _numbers(
+    model: nn.Module, images: Tensor, labels: Tensor, half: torch.dtype | None
+) -> Iterator[Tensor]:
     """Everything of a pass that clipping or the signal uses, image by image."""
     with torch.no_grad():
         yield model(images)
     cam_layer = getattr(model, "cam_layer", None)
     if cam_layer is None:
-        yield from _training_numbers(model, images, labels)
+        yield from _training_numbers(model, images, labels, half=half)
         return
-    seen = _recorded(model, images, labels, capture=cam_layer)
+    seen = _recorded(model, images, labels, capture=cam_layer, half=half)
     assert seen.features is not None
     logits, features = seen.logits.detach(), seen.features.detach()
     yield logits
@@ -168,8 +177,9 @@ def _training_numbers(
     inputs: Tensor,
     labels: Tensor,
     forward: Callable[[Tensor], Tensor] | None = None,
+    half: torch.dtype | None = None,
 ) -> Iterator[Tensor]:
-    seen = _recorded(model, inputs, labels, forward=forward)
+    seen = _recorded(model, inputs, labels, forward=forward, half=half)
     yield seen.logits.detach()
     yield from seen.tape.by_image()
     yield seen.tape.squared_norms()
@@ -182,8 +192,11 @@ def _recorded(
     *,
     capture: str | None = None,
     forward: Callable[[Tensor], Tensor] | None = None,
+    half: torch.dtype | None = None,
 ) -> RecordedPass:
     count = len(inputs)
     everyone = Units(count, alike=True)
     ones = inputs.new_ones(count)
-    return record(model, inputs, labels, ones, everyone, capture=capture, forward=forward)
+    return record(
+        model, inputs, labels, ones, everyone, capture=capture, forward=forward, half=half
+    )

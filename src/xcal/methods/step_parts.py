@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xcal.dp.clipping import Bound, ClippedSum, joined
 from xcal.dp.clipping.losses import per_sample
+from xcal.dp.clipping.precision import in_half, single
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.dp.sampling import filled_up
@@ -31,8 +32,9 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
     for rows in torch.split(everyone, context.chunk) if len(everyone) else ():
         part = batch.only(rows)
         forward, inputs = _forward(context, part)
-        losses, _ = per_sample(context.loss, forward(inputs), part.labels)
-        total = (losses * share[rows]).sum() / context.batch
+        with in_half(part.labels.device, context.half):
+            losses, _ = per_sample(context.loss, forward(inputs), part.labels)
+        total = (single(losses) * share[rows]).sum() / context.batch
         slopes = torch.autograd.grad(total, list(parameters.values()))
         gradient = {n: g + slope for (n, g), slope in zip(gradient.items(), slopes, strict=True)}
     context.optimizer.step(gradient)

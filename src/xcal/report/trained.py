@@ -93,14 +93,21 @@ class Trained:
     def preprocess(self, image: Any) -> Tensor:
         """One image as the network takes it: a tensor (3, pixels, pixels).
 
-        `image` is the path of a file (PNG, JPEG, DICOM and others), a PIL image, or an array
-        (H, W) or (H, W, 3) as decoded from a file. The whole picture is kept: its sides are scaled
-        to the run's size, and colors are normalized as in training.
+        The whole picture is kept: its sides are scaled to the run's size, and colors are normalized
+        as in training.
+
+        Args:
+            image: the path of a file (PNG, JPEG, DICOM and others), a PIL image, or an array
+                (H, W) or (H, W, 3) as decoded from a file.
         """
         return to_tensor(self.square(image)[None])[0]
 
     def square(self, image: Any) -> Square:
-        """The same before it is normalized: (pixels, pixels, 3) of uint8."""
+        """The same before it is normalized: (pixels, pixels, 3) of uint8.
+
+        Args:
+            image: as for `preprocess`.
+        """
         pixels = self.experiment.pixels
         if isinstance(image, str | os.PathLike):
             with strict_decoding():
@@ -115,15 +122,21 @@ class Trained:
         return squared(as_rgb(ImageOps.exif_transpose(image)), pixels)
 
     def predict(self, images: Any, on_images: OnImages = lambda *_: None) -> Predicted:
-        """The class and the confidences of each image.
+        """The class, or the findings, and the confidences of each image.
 
-        `images`: tensors as `preprocess` makes them, one (3, H, W), many (N, 3, H, W) or a list of
-        them; or anything that `preprocess` takes, or a list of that.
+        Args:
+            images: tensors as `preprocess` makes them, one (3, H, W), many (N, 3, H, W) or a list
+                of them; or anything that `preprocess` takes, or a list of that.
+            on_images: is told how many are done, of how many.
         """
         return self.answers(self.logits(images, on_images))
 
     def answers(self, logits: NDArray[np.float64]) -> Predicted:
-        """What logits (N, classes) of this model say, by the temperature."""
+        """What logits of this model say, by the temperature.
+
+        Args:
+            logits: (N, classes), as `logits` gives them.
+        """
         several = self.run.multi_label
         if several:
             found = confidences(as_questions(logits), self.temperature)[:, 1].reshape(logits.shape)
@@ -143,7 +156,12 @@ class Trained:
         return "|".join(name for name, value in told if value >= 0.5)
 
     def logits(self, images: Any, on_images: OnImages = lambda *_: None) -> NDArray[np.float64]:
-        """What the network gives, (N, classes), before temperature and softmax."""
+        """What the network gives, (N, classes), before temperature and softmax.
+
+        Args:
+            images: as for `predict`.
+            on_images: is told how many are done, of how many.
+        """
         if isinstance(images, Tensor):
             images = images[None] if images.dim() == 3 else images
         elif isinstance(images, str | os.PathLike | Image.Image) or getattr(images, "ndim", 4) < 4:
@@ -174,7 +192,14 @@ class Trained:
     def calibrated(self, on_images: OnImages = lambda *_: None) -> Trained:
         """With one temperature, fitted on public validation images of the run's data set.
 
-        Raises `UserError` where there are none that may be used for that.
+        Args:
+            on_images: is told how many are done, of how many.
+
+        Raises:
+            UserError: where there are none that may be used for that.
+
+        Guarantee: no private image is looked at: the temperature is of images that are public, or
+        of which somebody agreed, by name, that they are.
         """
         images = public_validation(self.run)
         logits = self.logits(_Decoded(images.pixels), on_images)

@@ -161,7 +161,8 @@ class ClippingEngine:
     `fallback="vmap"` (or `"loop"`, where vmap has no way) works through modules that have no rule
     one sample at a time: exact, slower, and with memory for every sample's own copy of their
     gradient. `dropout` lets layers draw at random, for every sample by itself; a step that is
-    redone then draws anew, so nothing that is replayed may use it.
+    redone then draws anew, so nothing that is replayed may use it. `half` (bfloat16) is what
+    products are rounded to in passes; norms and sums stay in float32.
     """
 
     def __init__(
@@ -172,7 +173,9 @@ class ClippingEngine:
         rows: int = 0,
         fallback: str | None = None,
         dropout: bool = False,
+        half: torch.dtype | None = None,
     ) -> None:
+        self._half = half
         if chunk < 1:
             raise UserError(f"chunk is {chunk}: a clipping engine needs chunks of at least 1 image")
         self._fallback = None if fallback is None else Fallback(fallback)
@@ -248,6 +251,7 @@ class ClippingEngine:
             forward=batch.forward,
             loss=batch.loss,
             fallback=self._fallback,
+            half=self._half,
         )
         if batch.loss is not None and batch.loss is not self._trusted_loss:
             check_independent(batch.loss, seen.logits, batch.labels)
@@ -309,7 +313,7 @@ class ClippingEngine:
         norms = torch.zeros(batch.units.count, dtype=torch.float64, device=where)
         dropped = batch.images.new_zeros(batch.units.count, dtype=torch.bool)
         order, logits, features = [], [], []
-        for image_ids, unit_ids, units in _chunks(batch.units, len(batch.images), self._chunk):
+        for image_ids, unit_ids, units in in_chunks(batch.units, len(batch.images), self._chunk):
             part = batch.take(image_ids, units)
             if len(image_ids) > self._chunk:
                 one = self._clip_large_unit(part, bound, capture)
@@ -419,7 +423,7 @@ class OpenPass:
     """
 
     def __init__(self, model: nn.Module, rows: int, *, clip: float, units: Units) -> None:
-        self._model, self._units, self._bound = model, units, Bound(clip)
+        self._model, self.units, self._bound = model, units, Bound(clip)
         self.check()
         self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
         like = next(p for p in model.parameters() if p.requires_grad)
@@ -450,7 +454,7 @@ class OpenPass:
         network's outputs and, with `inside`, wherever a parameter is used. What is mixed without a
         gradient (a value that was detached) is not seen.
         """
-        count = self._units.count
+        count = self.units.count
         if count < 2:
             return
         refuse_other_uses(losses, self._names)
@@ -472,7 +476,7 @@ class OpenPass:
     def _gradients(
         self, losses: Tensor, outputs: Sequence[GradientEdge], doubled: Tensor, inside: bool
     ) -> dict[str, Tensor]:
-        total = (losses * (1 + self._units.per_image(doubled).to(losses.dtype))).sum()
+        total = (losses * (1 + self.units.per_image(doubled).to(losses.dtype))).sum()
         asked = [*outputs, get_gradient_edge(self._anchor)] if inside else list(outputs)
         if not asked:
             return {}
@@ -484,11 +488,11 @@ class OpenPass:
         floor = 1e-6 * max((_typical(g) for g in plain.values()), default=0.0)
         for name, before in plain.items():
             after = moved[name]
-            if before.dim() == 0 or len(before) not in (self._rows, self._units.count):
+            if before.dim() == 0 or len(before) not in (self._rows, self.units.count):
                 if bool(before.any()):
                     return False
                 continue
-            mine = self._units.per_image(kept) if len(before) == self._rows else kept
+            mine = self.units.per_image(kept) if len(before) == self._rows else kept
             if not bool(mine.any()):
                 continue
             own = double(before[mine].reshape(int(mine.sum()), -1))
@@ -504,10 +508,10 @@ class OpenPass:
 
         Its `logits` are the losses.
         """
-        of_image = self._units.of_image
+        of_image = self.units.of_image
         weighted = single(losses)
         if of_image is not None:
-            sizes = torch.bincount(of_image, minlength=self._units.count)
+            sizes = torch.bincount(of_image, minlength=self.units.count)
             weighted = weighted / sizes.to(weighted.dtype)[of_image]
         total = weighted.sum()
         refuse_other_uses(total, self._names)
@@ -518,7 +522,7 @@ class OpenPass:
             self._plain.settle()
             norms = self._tape.squared_norms().sqrt()
             finite = torch.isfinite(losses.detach())
-            dropped = _not_finite(norms, finite) | self._units.any_image(~finite)
+            dropped = _not_finite(norms, finite) | self.units.any_image(~finite)
             if dropped.any():
                 self._tape.drop(dropped)
             limit = self._bound.norm / (1 + _margin(self._model))
@@ -617,7 +621,7 @@ def _checked_batch(
     return _Batch(images, labels, 1 / sizes.to(dtype)[units], Units(declared, units))
 
 
-def _chunks(units: Units, images: int, limit: int) -> Iterator[tuple[Tensor, Tensor, Units]]:
+def in_chunks(units: Units, images: int, limit: int) -> Iterator[tuple[Tensor, Tensor, Units]]:
     """(image ids, unit ids, their units renumbered): at most `limit` images, or one larger unit."""
     if units.of_image is None:
         for ids in torch.split(torch.arange(images), limit):

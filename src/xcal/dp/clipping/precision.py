@@ -7,6 +7,8 @@ any gradient of a parameter is made of them, so that all that holds of clipping 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,11 @@ def autocast_type(device: torch.device) -> torch.dtype | None:
             "use torch.autocast(…, dtype=torch.bfloat16)"
         )
     return found if found in _HALF else None
+
+
+def in_half(device: torch.device, half: torch.dtype | None) -> AbstractContextManager[None]:
+    """`torch.autocast` to `half`; nothing where it is None."""
+    return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
 def no_autocast(device: torch.device) -> torch.autocast:

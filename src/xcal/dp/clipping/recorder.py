@@ -34,6 +34,7 @@ from xcal.dp.clipping.layer_rules import (
 )
 from xcal.dp.clipping.losses import Loss, per_sample
 from xcal.dp.clipping.plain import Plain
+from xcal.dp.clipping.precision import in_half, single
 from xcal.dp.clipping.tape import Tape, Units
 from xcal.dp.clipping.volumes import Volume, VolumeShape
 from xcal.errors import UserError
@@ -390,16 +391,18 @@ def record(
     forward: Callable[[Tensor], Tensor] | None = None,
     loss: Loss | None = None,
     fallback: Fallback | None = None,
+    half: torch.dtype | None = None,
 ) -> RecordedPass:
     """Run the network forward and back once on the weighted sum of losses (cross-entropies).
 
-    `forward` stands for the network where `images` have been through its frozen backbone.
+    `forward` stands for the network where `images` have been through its frozen backbone. `half`:
+    products are rounded to it on the way to the losses, and nothing of what the tape keeps.
     """
     while True:
         try:
             return _record(
                 model, images, labels, weights, Tape(units, images.device, geometry),
-                capture, forward or model, loss, fallback,
+                capture, forward or model, loss, fallback, half,
             )  # fmt: skip
         except NoRule as missing:
             if fallback is None or not fallback.add(missing.module):
@@ -416,6 +419,7 @@ def _record(
     forward: Callable[[Tensor], Tensor],
     loss: Loss | None,
     fallback: Fallback | None,
+    half: torch.dtype | None,
 ) -> RecordedPass:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
@@ -423,7 +427,8 @@ def _record(
         plain = Plain(model, len(images), tape, anchor)
         slower = nullcontext() if fallback is None else fallback.entered(model, plain, len(images))
         recorder = TapeRecorder(plain, len(images), tape, anchor)
-        with slower, _captured(model, capture) as caught, recorder:
+        precision = in_half(images.device, half)
+        with precision, slower, _captured(model, capture) as caught, recorder:
             output = forward(images)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.shape[:1] != images.shape[:1]:
@@ -432,8 +437,9 @@ def _record(
                 f"the network gives outputs of shape {shape} for {len(images)} "
                 "images: it must give one row of class scores per image"
             )
-        losses, known = per_sample(loss, logits, labels)
-        total = (losses * weights).sum()
+        with in_half(images.device, half):
+            losses, known = per_sample(loss, logits, labels)
+        total = (single(losses) * weights).sum()
         refuse_other_uses(total, names)
         if total.requires_grad:
             # The anchor's own gradient is nothing; asking for it visits every recorded operation
@@ -441,7 +447,9 @@ def _record(
             torch.autograd.grad(total, [anchor], allow_unused=True)
         plain.settle()
     finite = known & torch.isfinite(losses.detach())
-    return RecordedPass(tape, logits.detach(), caught[-1] if caught else None, finite)
+    return RecordedPass(
+        tape, single(logits.detach()), single(caught[-1]) if caught else None, finite
+    )
 
 
 @contextmanager

@@ -81,6 +81,9 @@ class Ledger:
 
         Raises:
             UserError: where one stands already, or the limits are none.
+
+        Guarantee: whatever is charged to it later, by whichever engine or run, comes to no more
+        than (epsilon, delta); what would, is refused before it happens.
         """
         check_target(epsilon, delta)
         ledgers.create(ledger_path(Path(path)), Terms(population, unit, epsilon, delta))
@@ -91,6 +94,9 @@ class Ledger:
 
         Returns:
             `ok`, and otherwise the first row that is wrong and what is wrong with it.
+
+        Guarantee: rows that were changed, reordered or left out in the middle are found; of rows
+        cut off at the end, the head file beside it tells.
         """
         return verify(self.path)
 

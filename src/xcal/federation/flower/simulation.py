@@ -73,8 +73,11 @@ def run_on_flower(
     if given.cpus <= 0 or given.gpus < 0:
         raise UserError("A client needs more than 0 CPUs and at least 0 GPUs.")
     known = federation or prepare(folder.experiment, new=False)
-    if known.experiment.loss is not None:  # a run that the local engine began
-        raise UserError("Flower's clients train with cross-entropy: continue on the local engine.")
+    if known.experiment.only_local is not None:  # a run that the local engine began
+        raise UserError(
+            "Flower's clients train with cross-entropy in single precision: continue on the local"
+            " engine."
+        )
     with _quiet_environment():
         return _simulate(folder, progress, known, given)
 
