@@ -2,7 +2,7 @@
 
 Pages of docs/ and of the root, notebooks, and a reference made of docstrings, keys and commands,
 put together in a folder of their own and built by mkdocs-material (extra `docs`), where every
-warning is an error. The site needs no network, also not when it is opened as files.
+warning is an error. The site needs no network and may be opened as files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import base64
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -222,7 +223,7 @@ def settings(docs: Path, out: Path) -> dict[str, Any]:
                 {"media": "(prefers-color-scheme: dark)", "scheme": "slate"},
             ],
         },
-        "plugins": ["search", "offline"],
+        "plugins": ["search"],
         "markdown_extensions": [
             "tables",
             "fenced_code",
@@ -243,7 +244,8 @@ def build(out: Path) -> None:
         file = Path(made) / "mkdocs.yml"
         file.write_text(json.dumps(settings(docs, out.resolve())))  # JSON is YAML
         words = ["build", "--strict", "--quiet", "--config-file", str(file)]
-        done = subprocess.run([sys.executable, "-m", "mkdocs", *words], check=False)
+        quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # an advertisement
+        done = subprocess.run([sys.executable, "-m", "mkdocs", *words], check=False, env=quiet)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -267,4 +269,7 @@ if __name__ == "__main__":
     build(chosen)
     if asked := fetched(chosen):
         sys.exit(f"The site would fetch {', '.join(asked)}.")
-    print(f"The site is in {chosen}: open index.html.")
+    print(
+        f"The site is in {chosen}: open index.html; its search needs `python -m http.server"
+        f" --directory {chosen}`."
+    )

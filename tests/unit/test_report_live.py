@@ -6,6 +6,7 @@ import http.client
 import json
 import shutil
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def test_a_run_is_served_while_it_trains(invoke: Invoke, tmp_path: Path, monkeyp
         def wait(self) -> int:
             return 0
 
-    monkeypatch.setattr("xcal.cli.run.subprocess.Popen", Process)
+    only_here = types.SimpleNamespace(Popen=Process, PIPE=-1, DEVNULL=-3)
+    monkeypatch.setattr("xcal.cli.run.subprocess", only_here)
     monkeypatch.setattr("xcal.cli.run.GRACE", 0.0)
     words = [f"{k}={v}" for k, v in {**TINY, "rounds": 1, "road_test_images": 0}.items()]
     sets = [word for one in words for word in ("--set", one)]

@@ -98,11 +98,15 @@ def test_long_series_are_thinned_to_their_ends() -> None:
 
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "page.html"
-    report_command([folder / "runs" / "xcal"], out=out, images=1, maps="gradcam", figures=None)
+    report_command(
+        [folder / "runs" / "xcal"], out=out, images=1, maps="gradcam", figures=None, live=False
+    )
     assert "The report on 1 run is in" in capsys.readouterr().out
     assert out.stat().st_size > 1_000_000
     with pytest.raises(UserError, match="holds no finished run"):
-        report_command([tmp_path / "nothing"], out=out, images=1, maps="gradcam", figures=None)
+        report_command(
+            [tmp_path / "nothing"], out=out, images=1, maps="gradcam", figures=None, live=False
+        )
 
 
 def test_a_studys_results_are_said_to_be_reported_elsewhere(tmp_path: Path) -> None:

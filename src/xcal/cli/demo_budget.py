@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from xcal.cli.interrupts import interruptible, stop_if_interrupted
+from xcal.cli.site import checked
 from xcal.errors import UserError
 
 SITES = ("north", "south")
@@ -77,8 +78,9 @@ def _site(path: Path, name: str) -> Path:
     from xcal.federation.policy import Policy
     from xcal.federation.site_directory import SiteTable, create_site
 
-    policy = Policy(**LIMITS, unit="group")
-    create_site(path, SiteTable(client=name, population=name, data="smear"), policy, unit="group")
+    policy = checked(Policy, **LIMITS, unit="group")
+    about = checked(SiteTable, client=name, population=name, data="smear")
+    create_site(path, about, policy, unit="group")
     return path
 
 

@@ -154,8 +154,8 @@ def show_reached(console: Console, noise: float) -> None:
         key = (row["network"], f"{float(row['epsilon']):g}, {row['unit']}", noisy, row["units"])
         cell = f"{float(row['macro_f1']):.2f} ({float(row['auroc']):.2f})"
         lines.setdefault(key, {})[row["data"]] = cell
-    for key, cells in lines.items():
-        table.add_row(*key, *(cells.get(name, "–") for name in sets))
+    for setting, cells in lines.items():
+        table.add_row(*setting, *(cells.get(name, "–") for name in sets))
     console.print(table)
     console.print(
         "Three clients of about n units, 64 pixels, 10 rounds, 1 to 5 seeds: docs/results.md."
