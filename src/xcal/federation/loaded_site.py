@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,9 +21,10 @@ from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
 from xcal.dp.ledger.ledger import Ledger
-from xcal.dp.ledger.rows import Head
+from xcal.dp.ledger.rows import Charge, Head
 from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
+from xcal.federation.exchange import shape_of
 from xcal.federation.files import read_json, write_bytes, write_json
 from xcal.federation.partition_record import PartitionRecord
 from xcal.methods.client_data import LocalData
@@ -32,6 +33,7 @@ from xcal.methods.context import ReplayKey
 # Not in `runs/`, where a server chooses the names; nor named like the ledger's own files, with
 # which it would be put back.
 _REMEMBERED = "answered.json"
+REPLAYED = "2:"  # begins a digest of inputs that only what shapes the answer went into
 
 
 def remembered_head(site_dir: Path) -> Head | None:
@@ -91,8 +93,11 @@ class LoadedSite:
     def remember(self, head: Head) -> None:
         write_json(self.site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
 
-    def replay_key(self, experiment: Experiment) -> ReplayKey | None:
-        """Only seeded noise can be replayed, so only then inputs are compared."""
+    def replay_key(self, experiment: Experiment, recorded: Sequence[Charge]) -> ReplayKey | None:
+        """Only seeded noise can be replayed, so only then inputs are compared.
+
+        A run whose `recorded` charges hash every key, as older versions did, goes on so.
+        """
         if self.noise.name != "seeded":
             return None
         path = self.site_dir / "replay.key"
@@ -100,8 +105,13 @@ class LoadedSite:
             write_bytes(path, secrets.token_bytes(32))
         if not self._digest:
             self._digest.append(self.data.digest())
-        context = repr((self._digest[0], experiment.identity(), torch.__version__, np.__version__))
-        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+        versions = torch.__version__, np.__version__
+        if any(c.inputs is not None and not c.inputs.startswith(REPLAYED) for c in recorded):
+            mark, context = "", repr((self._digest[0], experiment.identity(), *versions))
+        else:
+            shape, threads = shape_of(experiment, to_the_bit=True), torch.get_num_threads()
+            mark, context = REPLAYED, repr((self._digest[0], shape, threads, *versions))
+        return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest(), mark)
 
 
 class Held(NamedTuple):
