@@ -19,8 +19,8 @@ from federation.flare_support import LONG, SITES, free_port, running, wait_for
 from xcal.errors import UserError
 from xcal.federation.nvflare import members, process, provision
 from xcal.federation.nvflare.check import check_party
-from xcal.federation.nvflare.main import refuse_revoked
 from xcal.federation.nvflare.parties import Party
+from xcal.federation.nvflare.revoked import refuse_revoked
 
 Invoke = Callable[..., tuple[int, str, str]]
 

@@ -18,6 +18,7 @@ from xcal.errors import UserError
 from xcal.federation.nvflare.executor import MEMBERS, MESSAGE, TASK
 from xcal.federation.nvflare.lost import Lost, lost_in
 from xcal.federation.nvflare.members import FILE, Members
+from xcal.federation.waiting import Waiting, listed
 
 
 class Stopped(Exception):
@@ -40,8 +41,8 @@ class FlareCarrier:
         self._gone: set[str] = set()
         self.folder: Path | None = None  # of the server's party, for its list of members
         self.job_id = ""
-        self.lost: dict[str, Lost] = {}  # sites whose worker died in this job
-        self.on_lost: Callable[[str, Lost], None] = lambda *_: None
+        self.lost: dict[str, Lost] = {}  # sites that died in this job, or their workers
+        self.say: Callable[[str], None] = lambda _: None
 
     def gone(self, site: str) -> None:
         """FLARE has given a site up: no round waits for it, though it may still be asked."""
@@ -67,7 +68,7 @@ class FlareCarrier:
         return data, Members.read(data, root, str(self.folder / FILE)).shut_out()
 
     def _look_for_lost(self) -> None:
-        """A worker that died is not waited for until it is started again."""
+        """A site that died is not waited for until it, or its worker, is started again."""
         if self.folder is None:
             return
         for site, found in lost_in(self.folder, self.job_id).items():
@@ -77,7 +78,7 @@ class FlareCarrier:
                     self.gone(site)
                 else:
                     self.back(site)
-                self.on_lost(site, found)
+                self.say(found.text(site))
 
     def exchange(
         self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
@@ -101,13 +102,13 @@ class FlareCarrier:
 
         tasks = []
         self._look_for_lost()
-        listed, shut_out = self._members()
+        members, shut_out = self._members()
         messages = {c: m for c, m in messages.items() if self.sites[c] not in shut_out}
         for client, message in messages.items():
             data = Shareable()
             data[MESSAGE] = message
-            if listed is not None:
-                data[MEMBERS] = listed
+            if members is not None:
+                data[MEMBERS] = members
             task = Task(
                 name=TASK,
                 data=data,
@@ -119,9 +120,15 @@ class FlareCarrier:
             )
             tasks.append(task)
         deadline = time.monotonic() + timeout
+        waiting = Waiting(self.say)
         try:
             with changed:
-                while not all(c in answers or self.sites[c] in self._gone for c in messages):
+                while left_out := [
+                    self.sites[c]
+                    for c in messages
+                    if c not in answers and self.sites[c] not in self._gone
+                ]:
+                    waiting.look(f"Round {round_number + 1} waits for {listed(left_out)}")
                     if self._stopped():
                         raise Stopped
                     left = deadline - time.monotonic()

@@ -180,15 +180,19 @@ class Lead:
             try:
                 folder = self.fetch(job, Path(scratch))
             except AuthorizationError:  # who may look need not be who may fetch
-                return {"text": "only its lead can fetch what it left.", "rounds": []}
+                told = "only its lead can fetch what it left."
+                return {"text": told, "again": False, "rounds": []}
             outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
+            words = read_json(outcome) if outcome.exists() else {}
             wordless = "it left no word: see the server's log."
             if job.status == "FINISHED:ABORTED":  # FLARE ends it before it can say so
                 wordless = f"stopped; go on with `xcal federation resume {job.run}`."
             told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
             kept = folder / "experiment.toml"
             return {
-                "text": read_json(outcome)["text"] if outcome.exists() else wordless,
+                "text": words.get("text", wordless),
+                # Without a word it was stopped, or the server's process of it died.
+                "again": words.get("again", not words),
                 "total": read_toml(kept).get("rounds") if kept.exists() else None,
                 "rounds": [json.loads(line) for line in told],
             }
