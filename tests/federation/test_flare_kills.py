@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from xcal.federation.nvflare.lost import Lost
 
 pytestmark = LONG
 
-ROUNDS, KILLS = 60, 3
+ROUNDS, KILLS = 40, 3
 KILLED = SITES[1]
 
 
@@ -44,7 +45,7 @@ class Run:
         self.federation = federation
         self.said = federation.folder / "watched.txt"
         text = EXPERIMENT.replace("rounds = 3", f"rounds = {ROUNDS}")
-        text = text.replace("epsilon = 8.0", "epsilon = 7.5") + "local_epochs = 3\n"
+        text = text.replace("epsilon = 8.0", "epsilon = 7.5")
         federation.experiment.write_text(text)
         words = ["submit", str(federation.experiment), "--name", "nine", "--simulated"]
         words += ["--quorum", "2", "--timeout", "300", "--keep-going"]
@@ -106,13 +107,36 @@ def workers(federation: Federation, site: str) -> list[int]:
     ]
 
 
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """No round can end: one site is dead, and another one's worker is made to wait.
+
+    So that a fast machine does not come to the last round before a site has come back.
+    """
+    before = workers(run.federation, KILLED)
+    pids = workers(run.federation, SITES[0])
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+        wait_for(
+            lambda: [p for p in workers(run.federation, KILLED) if p not in before],
+            f"{KILLED}'s new worker",
+            400,
+        )
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.slow
 def test_a_worker_killed_three_times(run: Run) -> None:
+    run.wait_for_all()
     for _ in range(KILLS):
-        run.wait_for_all()
         before = run.paid()
-        for pid in workers(run.federation, KILLED):
-            os.kill(pid, signal.SIGKILL)
+        with held(run):
+            for pid in workers(run.federation, KILLED):
+                os.kill(pid, signal.SIGKILL)
         run.wait_for_all()
         assert all(now >= then for now, then in zip(run.paid(), before, strict=True))
     said = run.said.read_text()
@@ -123,7 +147,6 @@ def test_a_worker_killed_three_times(run: Run) -> None:
 @pytest.mark.slow
 def test_a_whole_site_killed_three_times(run: Run) -> None:
     for kill in range(KILLS):
-        run.wait_for_all()
         run.federation.kill(KILLED)
         if (
             kill == 0
@@ -136,7 +159,8 @@ def test_a_whole_site_killed_three_times(run: Run) -> None:
                 400,
             )
             assert f"waits for {KILLED}" in run.said.read_text()
-        run.federation.start(KILLED)
+        with held(run):
+            run.federation.start(KILLED)
         run.wait_for_all()
     assert f"{KILLED} was lost (3 times); it was started again" in run.said.read_text()
 
@@ -144,7 +168,6 @@ def test_a_whole_site_killed_three_times(run: Run) -> None:
 @pytest.mark.slow
 def test_the_server_killed_three_times(run: Run) -> None:
     for _ in range(KILLS):
-        run.wait_for_all()
         run.federation.kill("server")
         run.federation.start("server")
         run.federation.wait_connected()
@@ -169,4 +192,4 @@ def test_the_run_comes_to_its_end_and_nothing_is_under_counted(run: Run) -> None
         used = {(t["round"], t["step"]) for t in traced if t["client"] == str(number)}
         assert used <= set(paid)
         assert len(paid) == len(set(paid))
-        assert len(used) > 100
+        assert len(used) > 50

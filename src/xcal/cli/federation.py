@@ -151,7 +151,7 @@ def revoke_command(
     made = provision.Coordinator.find(coordinator)
     for key in provision.revoke(made, name, reason):
         say(f"Revoked {name}'s key {key}.")
-    say(f"A running round asks {name} no more; restart the server to cut its connection.")
+    say(f"A running round asks {name} no more; its connection ends with its next message.")
     _tell_sites(made)
 
 

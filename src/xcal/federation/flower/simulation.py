@@ -19,6 +19,7 @@ from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation, prepare
 
+ATTEMPTS = 3  # to start Ray, which gives itself half a minute, however busy the machine
 PATIENCE = 5.0  # seconds after a Ctrl-C in which clients may keep the step they are at
 
 # Nothing is reported or fetched behind the user's back, and Ray is quiet.
@@ -78,6 +79,11 @@ def run_on_flower(
     if known.experiment.loss is not None:  # a run that the local engine began
         raise UserError("Flower's clients train with cross-entropy: continue on the local engine.")
     with _quiet_environment():
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(RayDidNotStart):
+                return _simulate(folder, progress, known, given)
+            _forget_ray()
+            (progress or NullCallback()).say("Ray did not start in time; trying again.")
         return _simulate(folder, progress, known, given)
 
 
@@ -86,6 +92,18 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _forget_ray() -> None:
+    """End what is left of a Ray that did not start."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+class RayDidNotStart(UserError):
+    """Ray gave up before the first client was there."""
 
 
 class _Clients:
@@ -97,20 +115,22 @@ class _Clients:
 
     def __init__(self) -> None:
         self._pools: list[Any] = []
+        self.started = False
 
     @contextlib.contextmanager
     def known(self, stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
         from flwr.server.superlink.fleet.vce.backend import raybackend
 
-        stock, pools = raybackend.RayBackend, self._pools
+        stock, clients = raybackend.RayBackend, self
 
         class Known(stock):  # type: ignore[misc, valid-type]
             def build(self, app_fn: Any) -> None:
                 if stop.is_set():
                     raise RuntimeError("stopped while Ray was starting")
                 say("Ray is up; its processes load torch and the data.")
+                clients.started = True
                 super().build(app_fn)
-                pools.append(self.pool)
+                clients._pools.append(self.pool)
 
         raybackend.RayBackend = Known
         try:
@@ -204,7 +224,8 @@ def _simulate(
     if failed and not isinstance(failed[0], (RuntimeError, ValueError, ConnectionError)):
         raise failed[0]
     if failed:
-        raise UserError(
+        kind = UserError if clients.started or given.address is not None else RayDidNotStart
+        raise kind(
             f"Flower's simulation failed ({_cause(failed[0])}): is Ray's cluster there, are there"
             " CPUs and GPUs enough for one client, and is the machine not overloaded? Resume"
             " the run when it is so."

@@ -180,8 +180,11 @@ class Lead:
             try:
                 folder = self.fetch(job, Path(scratch))
             except AuthorizationError:  # who may look need not be who may fetch
-                told = "only its lead can fetch what it left."
-                return {"text": told, "again": False, "rounds": []}
+                return {
+                    "text": "only its lead can fetch what it left.",
+                    "again": False,
+                    "rounds": [],
+                }
             outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
             words = read_json(outcome) if outcome.exists() else {}
             wordless = "it left no word: see the server's log."
