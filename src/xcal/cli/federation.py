@@ -386,8 +386,10 @@ def _watch(
                     silent_since = None
                     time.sleep(every)
                     tell(looking.news())
-                if not keep_going or not looking.may_go_on():
+                if not keep_going or run is None or not looking.may_go_on():
                     tell(looking.last())
+                    return
+                if runs.was_stopped(lead, run):
                     return
         except ServerSilent:
             # Who watches waits out a busy server; one that is down is told of after a while.
@@ -398,7 +400,6 @@ def _watch(
             tell(["The server does not answer just now; still watching."])
             time.sleep(every)
             continue
-        assert run is not None
         tries, rounds = (1, looking.rounds) if looking.rounds > rounds else (tries + 1, rounds)
         if tries > runs.RESUBMISSIONS:
             raise UserError(

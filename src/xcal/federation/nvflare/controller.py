@@ -78,7 +78,7 @@ class XcalController(ModelController):
             run_experiment(folder, self._watch, federation, self._carrier)
             self._leave(path, True, "finished.")
         except Stopped:
-            self._leave(path, False, "stopped; resume it to go on.")
+            self._leave(path, False, "stopped; resume it to go on.", again=True)
         except UserError as error:
             # Who was missing may come back; what was refused stays refused.
             again = isinstance(error, TooFewAnswers) and not error.refused

@@ -121,6 +121,11 @@ def stop(lead: Path, run: str) -> None:
         session.stop(job)
 
 
+def was_stopped(lead: Path, run: str) -> bool:
+    """Whether it was the lead, from this folder, who stopped the run as it was last submitted."""
+    return (Party.find(lead).folder / "jobs" / run / STOPPED).exists()
+
+
 def go_on(lead: Path, run: str, say: Callable[[str], None]) -> str:
     """Resume a run as soon as the server answers and enough sites are connected."""
     deadline = time.monotonic() + COME_BACK
@@ -229,7 +234,9 @@ class Look:
     def news(self) -> Iterator[str]:
         """What was not told yet."""
         assert self._run is not None
-        self._job = self._session.last(self._run)
+        before, self._job = self._job, self._session.last(self._run)
+        if before is not None and before.id != self._job.id:
+            self._noted = 0  # another submission, which notes anew
         finished = not self._job.running
         # The last rounds may have come between two looks: a finished job keeps them.
         progress = (
