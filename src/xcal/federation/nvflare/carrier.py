@@ -20,6 +20,8 @@ from xcal.federation.nvflare.lost import Lost, lost_in
 from xcal.federation.nvflare.members import FILE, Members
 from xcal.federation.waiting import Waiting, listed
 
+ASK_AGAIN = 5.0  # seconds until a site is asked anew whose question FLARE dropped
+
 
 class Stopped(Exception):
     """The job was aborted, by its lead or by FLARE."""
@@ -100,44 +102,61 @@ class FlareCarrier:
 
             return received
 
-        tasks = []
         self._look_for_lost()
         members, shut_out = self._members()
         messages = {c: m for c, m in messages.items() if self.sites[c] not in shut_out}
-        for client, message in messages.items():
+        tasks: dict[str, Task] = {}
+        sent: dict[str, float] = {}
+        deadline = time.monotonic() + timeout
+
+        def send(client: str) -> None:
             data = Shareable()
-            data[MESSAGE] = message
+            data[MESSAGE] = messages[client]
             if members is not None:
                 data[MEMBERS] = members
-            task = Task(
+            left = max(deadline - time.monotonic(), 0.0)
+            tasks[client] = Task(
                 name=TASK,
                 data=data,
-                timeout=math.ceil(timeout) + 1,
+                timeout=math.ceil(left) + 1,
                 result_received_cb=listen(client),
             )
+            sent[client] = time.monotonic()
             self._controller.send(
-                task=task, fl_ctx=self._controller.fl_ctx, targets=[self.sites[client]]
+                task=tasks[client], fl_ctx=self._controller.fl_ctx, targets=[self.sites[client]]
             )
-            tasks.append(task)
-        deadline = time.monotonic() + timeout
+
+        for client in messages:
+            send(client)
         waiting = Waiting(self.say)
         try:
-            with changed:
-                while left_out := [
-                    self.sites[c]
-                    for c in messages
-                    if c not in answers and self.sites[c] not in self._gone
-                ]:
-                    waiting.look(f"Round {round_number + 1} waits for {listed(left_out)}")
-                    if self._stopped():
-                        raise Stopped
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        break
-                    changed.wait(min(left, 0.5))
-                    self._look_for_lost()
+            while True:
+                with changed:
+                    came = len(answers)
+                    left_out = [
+                        client
+                        for client in messages
+                        if client not in answers and self.sites[client] not in self._gone
+                    ]
+                left = deadline - time.monotonic()
+                if not left_out or left <= 0:
+                    break
+                if self._stopped():
+                    raise Stopped
+                names = listed([self.sites[client] for client in left_out])
+                waiting.look(f"Round {round_number + 1} waits for {names}")
+                # FLARE drops what it asked of a site that died: one that is back is asked anew.
+                # Not while answers are locked, which FLARE brings under a lock of its own.
+                for client in left_out:
+                    dropped = tasks[client].completion_status is not None
+                    if dropped and time.monotonic() - sent[client] > ASK_AGAIN:
+                        send(client)
+                with changed:
+                    if len(answers) == came:
+                        changed.wait(min(left, 0.5))
+                self._look_for_lost()
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 if task.completion_status is None:
                     self._controller.cancel_task(task, fl_ctx=self._controller.fl_ctx)
         with changed:
