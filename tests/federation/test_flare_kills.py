@@ -146,6 +146,7 @@ def test_a_worker_killed_three_times(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_whole_site_killed_three_times(run: Run) -> None:
+    run.wait_for_all()
     for kill in range(KILLS):
         run.federation.kill(KILLED)
         if (
@@ -167,6 +168,7 @@ def test_a_whole_site_killed_three_times(run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_server_killed_three_times(run: Run) -> None:
+    run.wait_for_all()
     for _ in range(KILLS):
         run.federation.kill("server")
         run.federation.start("server")
