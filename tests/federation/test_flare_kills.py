@@ -174,7 +174,7 @@ def test_the_server_killed_three_times(run: Run) -> None:
         run.federation.start("server")
         run.federation.wait_connected()
         run.wait_for_all()
-    assert run.said.read_text().count("Resumed 'nine' after round") == KILLS
+    assert run.said.read_text().count("Resumed 'nine' after round") >= KILLS
 
 
 @pytest.mark.slow
