@@ -400,7 +400,8 @@ def _watch(
             tell(["The server does not answer just now; still watching."])
             time.sleep(every)
             continue
-        tries, rounds = (1, looking.rounds) if looking.rounds > rounds else (tries + 1, rounds)
+        complete = sum(line.startswith("round ") for line in said)
+        tries, rounds = (1, complete) if complete > rounds else (tries + 1, rounds)
         if tries > runs.RESUBMISSIONS:
             raise UserError(
                 f"The run {run!r} was resumed {runs.RESUBMISSIONS} times without a further complete"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -97,6 +98,7 @@ class Lead:
             raise UserError(f"{party.folder} is not a person's folder: use the lead's.")
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
+        logging.getLogger().addHandler(logging.NullHandler())  # FLARE's own lines: not for people
         with _one_sentence(party):
             with redirect_stdout(io.StringIO()):  # FLARE prints that it connects
                 session = new_secure_session(party.about.name, str(party.kit), timeout=patience)

@@ -28,6 +28,7 @@ def survive_sites(kit: Path) -> None:
     from nvflare.private.fed.server.fed_server import FederatedServer
 
     report, register = FederatedServer.process_job_failure, FederatedServer.register_client
+    beat = FederatedServer.client_heartbeat
     deaths = (JobReturnCode.EXCEPTION, JobReturnCode.INFRASTRUCTURE_ERROR, JobReturnCode.ABORTED)
     lock, times = threading.Lock(), dict[tuple[str, str, str], int]()
 
@@ -62,19 +63,31 @@ def survive_sites(kit: Path) -> None:
 
     def register_client(self: Any, request: Any) -> Any:
         reply = register(self, request)
-        client = self.client_manager.clients.get(token_in(reply))
+        take_in(self, token_in(reply))
+        return reply
+
+    def client_heartbeat(self: Any, request: Any) -> Any:
+        """After a restart of the server a site does not register again: its heart goes on."""
+        reply = beat(self, request)
+        take_in(self, request.get_header(CellMessageHeaderKeys.TOKEN))
+        return reply
+
+    def take_in(self: Any, token: str | None) -> None:
+        """Have a site take part in what runs, where it does not yet."""
+        client = self.client_manager.clients.get(token)
         if client is None:  # refused, or a person
-            return reply
+            return
         for job_id, running in list(self.engine.run_processes.items()):
             participants = running.get(RunProcessKey.PARTICIPANTS)
             if participants is None or job_id not in self.engine.job_runner.running_jobs:
+                continue
+            if client.token in participants:
                 continue
             known = any(c.name == client.name for c in participants.values())
             # The token it had stays: a worker that outlived a lost connection still shows it.
             participants[client.token] = client
             count = lost(job_id, client.name, "site") if known else 0
             _later(again, self.engine, job_id, client.name, count, "site")
-        return reply
 
     def again(engine: Any, job_id: str, name: str, count: int, what: str) -> None:
         deadline = time.monotonic() + PATIENCE
@@ -100,6 +113,7 @@ def survive_sites(kit: Path) -> None:
 
     FederatedServer.process_job_failure = process_job_failure
     FederatedServer.register_client = register_client
+    FederatedServer.client_heartbeat = client_heartbeat
     FederatedServer._resolve_missing_client_outcome = resolve_missing
 
 

@@ -209,11 +209,6 @@ class Look:
     def goes_on(self) -> bool:
         return self._job is not None and self._job.running and not self._given_up()
 
-    @property
-    def rounds(self) -> int:
-        """Complete ones, as far as they were told."""
-        return self._told
-
     def may_go_on(self) -> bool:
         """Whether a run that is not worked on any more may get further if it is resumed."""
         if self._job is None or self._run is None or self._job.status == "FINISHED:COMPLETED":
