@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
+from nvflare.apis.controller_spec import TaskCompletionStatus
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 
@@ -107,3 +108,26 @@ def test_an_aborted_job_stops_asking() -> None:
 def test_a_timeout_is_always_set() -> None:
     with pytest.raises(UserError, match="round_timeout"):
         carrier({"site-a": lambda _: None}).exchange(0, {"a": b""}, None)
+
+
+def test_a_site_whose_question_was_dropped_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE gives up what it asked of a site that it takes for dead; the site may be back."""
+    monkeypatch.setattr("xcal.federation.nvflare.flare_carrier.ASK_AGAIN", 0.0)
+    asked: list[bytes] = []
+
+    def comes_back(data: bytes) -> Any:
+        asked.append(data)
+        return None if len(asked) == 1 else result(b"a")
+
+    made, said = carrier({"site-a": comes_back}), list[str]()
+    made.say = said.append
+    send = made._controller.send
+
+    def dropping(task: Any, fl_ctx: Any, targets: list[str]) -> None:
+        send(task, fl_ctx, targets)
+        if len(asked) <= 1:
+            task.completion_status = TaskCompletionStatus.CLIENT_DEAD
+
+    monkeypatch.setattr(made._controller, "send", dropping)
+    assert made.exchange(0, {"a": b"x"}, 30) == {"a": b"a"}
+    assert asked[:2] == [b"x", b"x"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import zipfile
@@ -20,8 +21,8 @@ from federation.real_processes import free_port
 from xcal.errors import UserError
 from xcal.federation.nvflare import members, process, provision
 from xcal.federation.nvflare.check import check_party
-from xcal.federation.nvflare.main import refuse_revoked
 from xcal.federation.nvflare.parties import Party
+from xcal.federation.nvflare.revoked import Tokens, refuse_revoked
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -259,6 +260,27 @@ def test_a_foreign_list_is_not_taken(typed: Typed, tmp_path: Path) -> None:
     assert (party.folder / members.FILE).read_bytes() == before
 
 
+def test_a_token_is_worth_no_more_than_its_key(typed: Typed, tmp_path: Path) -> None:
+    party = typed.member("one", tmp_path / "one")
+    other = typed.member("two", tmp_path / "two")
+    server = Party.find(typed.coordinator.server)
+    tokens = Tokens(server.folder, server.root)
+    tokens.given("first", process.own_key(party))
+    tokens.given("second", process.own_key(other))
+    assert tokens.refusal("one", "first") is None
+    words = ("--coordinator", str(typed.coordinator.folder), "--reason", "left the study")
+    assert typed("revoke", "one", *words)[0] == 0
+    for known in (tokens, Tokens(server.folder, server.root)):  # also after a restart
+        assert "revoked" in str(known.refusal("one", "first"))
+        assert "revoked" in str(known.refusal("one", "a token from before tokens were kept"))
+        assert "revoked" in str(known.refusal("another name", "first"))
+        assert known.refusal("two", "second") is None
+    assert "first" not in (server.folder / "tokens.json").read_text()  # it would open the door
+    path = server.folder / members.FILE  # a list that somebody changed admits nobody
+    path.write_text(path.read_text().replace("left the study", "left the city!"))
+    assert tokens.refusal("two", "second") is not None
+
+
 @LONG[0]
 @LONG[1]
 def test_real_processes_shut_out_who_was_revoked(tmp_path: Path) -> None:
@@ -269,6 +291,16 @@ def test_real_processes_shut_out_who_was_revoked(tmp_path: Path) -> None:
             "revoke", SITES[2], "--coordinator", str(coordinator), "--reason", "left the study"
         )
         assert done.returncode == 0, done.stderr
+        # its open connection ends with its next message, a heartbeat at the latest
+        log = federation.party("server").kit / "log.txt"
+        wait_for(lambda: "its connection is ended" in log.read_text(), "the server to end it", 120)
+        wait_for(
+            lambda: federation.xcal("status").stdout.startswith(
+                f"connected: {', '.join(SITES[:2])}\n"
+            ),
+            "the server to list it no more",
+            120,
+        )
         # the run goes on with the others, and their lists tell why
         federation.submit("without", "--quorum", "2")
         said = federation.wait_end("without")
@@ -283,7 +315,10 @@ def test_real_processes_shut_out_who_was_revoked(tmp_path: Path) -> None:
         federation.start("server")
         federation.start(SITES[2])  # its own list is old: it does not know yet
         federation.wait_connected(*SITES[:2])
-        log = federation.party("server").kit / "log.txt"
-        wait_for(lambda: "was revoked" in log.read_text(), "the server to refuse it", 120)
+        wait_for(
+            lambda: re.search("the key [0-9a-f]{32} was revoked", log.read_text()),
+            "the server to refuse it",
+            120,
+        )
         done = federation.xcal("status")
         assert done.stdout.splitlines()[0] == f"connected: {', '.join(SITES[:2])}"

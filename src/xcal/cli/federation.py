@@ -28,6 +28,13 @@ LEAD = typer.Option(
     None, "--lead", envvar="XCAL_LEAD", help="The lead's folder (or a viewer's, to look)."
 )
 
+KEEP_GOING = typer.Option(
+    False,
+    "--keep-going",
+    help="Watch the run, and resume it where server or sites were lost: up to five times without a"
+    " further complete round.",
+)
+
 WATCH_PATIENCE = 60.0
 """Seconds that who watches waits for a server that gives no answer."""
 
@@ -145,7 +152,7 @@ def revoke_command(
     made = provision.Coordinator.find(coordinator)
     for key in provision.revoke(made, name, reason):
         say(f"Revoked {name}'s key {key}.")
-    say(f"A running round asks {name} no more; restart the server to cut its connection.")
+    say(f"A running round asks {name} no more; its connection ends with its next message.")
     _tell_sites(made)
 
 
@@ -318,13 +325,17 @@ def submit_command(
     simulated: bool = typer.Option(
         False, "--simulated", help="Sites made by `init --local --seed`: compare with `xcal run`."
     ),
+    keep_going: bool = KEEP_GOING,
 ) -> None:
     """Lead: propose an experiment to the sites. Each decides by its own policy."""
     from xcal.federation.nvflare import lead_runs as runs
 
     run, job = runs.submit(_lead(lead), experiment, sets, name, quorum, timeout, simulated)
     say(f"Submitted the run {run!r} (job {job}).")
-    say(f"Watch it: xcal federation status {run} --watch")
+    if keep_going:
+        _watch(_lead(lead), run, 2.0, None, keep_going=True)
+    else:
+        say(f"Watch it: xcal federation status {run} --watch")
 
 
 @app.command("statistics")
@@ -381,14 +392,30 @@ def status_command(
     tensorboard: Path | None = typer.Option(
         None, "--tensorboard", help="With --watch: write the same for TensorBoard to this folder."
     ),
+    keep_going: bool = KEEP_GOING,
 ) -> None:
     """Show sites, runs and, of a run, its rounds: released quantities only."""
+    if (watch or keep_going) and run is None:
+        raise UserError("--watch and --keep-going need a run's name.")
+    _watch(_lead(lead), run, every, tensorboard, watch=watch, keep_going=keep_going)
+
+
+def _watch(
+    lead: Path,
+    run: str | None,
+    every: float,
+    tensorboard: Path | None,
+    *,
+    watch: bool = True,
+    keep_going: bool = False,
+) -> None:
+    """Say what there is to say of a run until it ends, and for as long as it is kept going."""
     from xcal.federation.nvflare import lead_runs as runs
     from xcal.federation.nvflare.jobs import ServerSilent
 
-    if watch and run is None:
-        raise UserError("--watch needs a run's name.")
+    watch = watch or keep_going
     said: set[str] = set()
+    tries, rounds = 0, 0
 
     def tell(lines: Iterable[str]) -> None:
         for line in lines:
@@ -399,21 +426,35 @@ def status_command(
     silent_since = None
     while True:
         try:
-            with runs.look(_lead(lead), run, tensorboard if watch else None) as looking:
+            with runs.look(lead, run, tensorboard if watch else None) as looking:
                 tell(looking.first())
                 while watch and looking.goes_on():
                     silent_since = None
                     time.sleep(every)
                     tell(looking.news())
-                tell(looking.last())
-                return
+                if not keep_going or run is None or not looking.may_go_on():
+                    tell(looking.last())
+                    return
+                if runs.was_stopped(lead, run):
+                    return
         except ServerSilent:
             # Who watches waits out a busy server; one that is down is told of after a while.
             silent_since = silent_since or time.monotonic()
-            if not watch or time.monotonic() - silent_since > WATCH_PATIENCE:
+            patience = runs.COME_BACK if keep_going else WATCH_PATIENCE
+            if not watch or time.monotonic() - silent_since > patience:
                 raise
             tell(["The server does not answer just now; still watching."])
             time.sleep(every)
+            continue
+        complete = sum(line.startswith("round ") for line in said)
+        tries, rounds = (1, complete) if complete > rounds else (tries + 1, rounds)
+        if tries > runs.RESUBMISSIONS:
+            raise UserError(
+                f"The run {run!r} was resumed {runs.RESUBMISSIONS} times without a further complete"
+                " round: look at the server's and the sites' logs before you resume it."
+            )
+        job = runs.go_on(lead, run, say)
+        say(f"Resumed {run!r} after round {rounds} ({tries}, job {job}): it was not worked on.")
 
 
 @app.command("stop")

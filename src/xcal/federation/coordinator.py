@@ -206,6 +206,14 @@ class Diverged(UserError):
     """Training left the range of finite numbers."""
 
 
+class TooFewAnswers(UserError):
+    """A round got fewer answers than its quorum; `refused`: whether somebody said no."""
+
+    def __init__(self, text: str, refused: bool) -> None:
+        super().__init__(text)
+        self.refused = refused
+
+
 def load_state(folder: RunFolder, first: Weights, rule: ServerRule, device: str) -> State:
     """Where the run stands: after its last complete round, or at the beginning."""
     found = folder.load_checkpoint()
@@ -378,13 +386,14 @@ class Coordinator:
         why = [f"no answer from {', '.join(missing)}"] if missing else []
         why += [f"{client} refused ({no.text()})" for client, no in refused.items()]
         terms = any(no.code in TERMS for no in refused.values())
-        raise UserError(
+        raise TooFewAnswers(
             f"Round {t + 1} got {answered} of the {needed} answers it needs: {'; '.join(why)}."
             + (
                 " A run's terms do not change on the way: submit a new run that the sites allow."
                 if terms
                 else " Nothing is lost: set it right and resume the run."
-            )
+            ),
+            refused=bool(refused),
         )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
+from xcal.experiments import travels
 from xcal.federation.request_refusals import Refused
 from xcal.methods.context import StepRecord, digest_tensors, trainable
 
@@ -81,6 +82,26 @@ def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
     """A request is known by run, round, client and weights."""
     text = f"{request.run}\n{request.round}\n{client}\n{digest_tensors(sorted(weights.items()))}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+# Of what a request does not carry, what shapes an answer: seeds, units, loss ...
+_OWN_SHAPE = frozenset(("seed", "paired", "group_cap", "loss"))
+# ... and in which order floats are summed, so to the bit only.
+_ORDER_OF_SUMS = frozenset(("device", "chunk", "pass_rows"))
+
+
+def shape_of(experiment: Experiment, *, to_the_bit: bool = False) -> str:
+    """All of an experiment that shapes a client's answer, whatever engine asks for it.
+
+    Only what differs from the default stands in it, so that keys of later versions change nothing.
+    """
+    kept = _OWN_SHAPE | (_ORDER_OF_SUMS if to_the_bit else frozenset())
+    kind = type(experiment)
+    defaults = {k: f.get_default() for k, f in kind.model_fields.items()}
+    found = experiment.resolved().items()
+    return repr(
+        sorted((k, v) for k, v in found if v != defaults[k] and (k in kept or travels(kind, k)))
+    )
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,9 +21,10 @@ from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
 from xcal.dp.ledger.ledger import Ledger
-from xcal.dp.ledger.rows import Head
+from xcal.dp.ledger.rows import Charge, Head
 from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
+from xcal.federation.exchange import shape_of
 from xcal.federation.files import read_json, write_bytes, write_json
 from xcal.federation.partition_record import PartitionRecord
 from xcal.methods.client_data import LocalData
@@ -32,6 +33,7 @@ from xcal.methods.context import ReplayKey
 # Not in `runs/`, where a server chooses the names; nor named like the ledger's own files, with
 # which it would be put back.
 _REMEMBERED = "answered.json"
+REPLAYED = "2:"  # begins a digest of inputs that only what shapes the answer went into
 
 
 def remembered_head(site_dir: Path) -> Head | None:
@@ -96,17 +98,25 @@ class LoadedSite:
     def remember(self, head: Head) -> None:
         remember_head(self.site_dir, head)
 
-    def replay_key(self, experiment: Experiment) -> ReplayKey | None:
+    def replay_key(self, experiment: Experiment, recorded: Sequence[Charge]) -> ReplayKey | None:
+        """Of a round's steps.
+
+        A run whose `recorded` charges hash every key, as older versions did, goes on so.
+        """
+        older = any(c.inputs is not None and not c.inputs.startswith(REPLAYED) for c in recorded)
+
         def inputs() -> tuple[Any, ...]:
             if not self._digest:
                 self._digest.append(self.data.digest())
-            return self._digest[0], experiment.identity()
+            if older:
+                return self._digest[0], experiment.identity()
+            return self._digest[0], shape_of(experiment, to_the_bit=True), torch.get_num_threads()
 
-        return replay_key(self.noise, self.site_dir, inputs)
+        return replay_key(self.noise, self.site_dir, inputs, "" if older else REPLAYED)
 
 
 def replay_key(
-    noise: NoiseSource, site_dir: Path, inputs: Callable[[], tuple[Any, ...]]
+    noise: NoiseSource, site_dir: Path, inputs: Callable[[], tuple[Any, ...]], mark: str = ""
 ) -> ReplayKey | None:
     """Only seeded noise can be replayed, so only then inputs are compared."""
     if noise.name != "seeded":
@@ -115,7 +125,7 @@ def replay_key(
     if not path.exists():
         write_bytes(path, secrets.token_bytes(32))
     context = repr((*inputs(), torch.__version__, np.__version__))
-    return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest())
+    return ReplayKey(path.read_bytes(), hashlib.sha256(context.encode()).hexdigest(), mark)
 
 
 class Held(NamedTuple):

@@ -27,6 +27,7 @@ from xcal.federation.exchange import (
     RoundRequest,
     Weights,
     load_weights,
+    shape_of,
 )
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
 from xcal.federation.request_refusals import Refused
@@ -34,7 +35,7 @@ from xcal.methods.base import Method, save_state
 from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
 from xcal.plugins import OwnCodeError
 
-# How a client computes, and not what: progress made under one of these goes on under another.
+# How a client computes, and not what: what older versions left out of a progress's fingerprint.
 _MACHINE = frozenset(("threads", "workers", "chunk", "device", "feature_cache_mb", "log"))
 _STEP_BYTES = 400  # at most, of one step in an answer's text
 
@@ -207,7 +208,8 @@ class RunMemory:
         try:
             if about["request"] != self._digest:
                 return None
-            if about["experiment"] != _fingerprint(self._request.experiment):
+            asked = self._request.experiment
+            if about["experiment"] not in (_fingerprint(asked), _old_fingerprint(asked)):
                 return None
             trace = [StepRecord(**r) for r in about["trace"]]
             state = method.load_state(about["state"])
@@ -235,6 +237,11 @@ def _stored(tensors: dict[str, Tensor], about: dict[str, Any]) -> StoredReply | 
 
 
 def _fingerprint(experiment: Experiment) -> str:
-    """Of all that shapes what is trained."""
+    """Of all that shapes what is trained: progress goes on under another engine or machine."""
+    return hashlib.sha256(shape_of(experiment).encode()).hexdigest()
+
+
+def _old_fingerprint(experiment: Experiment) -> str:
+    """As versions wrote it that hashed every key, also those that differ between engines."""
     kept = {k: v for k, v in experiment.resolved().items() if k not in _MACHINE}
     return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()

@@ -204,7 +204,7 @@ def _train(
         optimizer=optimizer,
         batch=experiment.expected_batch_size,
         clip=experiment.max_grad_norm,
-        replay=site.replay_key(experiment),
+        replay=site.replay_key(experiment, () if account is None else account.charges),
         validation_losses=request.validation_losses,
         own_rounds=len(request.own_rounds),
         split=split if kept else None,

@@ -140,6 +140,7 @@ class ReplayKey:
 
     secret: bytes
     context: str  # digest of data, configuration and versions
+    mark: str = ""  # begins every digest: how `context` was made
 
 
 @dataclass(frozen=True)
@@ -223,15 +224,16 @@ class StepContext:
     def inputs(self, step: int, *settings: object) -> str | None:
         """Digest of all that determines this step's release; None under secure noise.
 
-        Weights, data, the noise's key, the whole configuration and every number that shapes the
-        release: a redone step may reuse its noise only where all of it is the same.
+        Weights, data, the noise's key, the configuration and every number that shapes the release:
+        a redone step may reuse its noise only where all of it is the same.
         """
         if self.replay is None:
             return None
         learnt = digest_tensors([*trainable(self.model).items(), *self.model.named_buffers()])
         text = repr((learnt, self.frozen, self.replay.context, self.key(step, ""), settings))
         # Keyed, since the chain of these digests travels: it must not confirm a guess at the data.
-        return hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()
+        digest = hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()
+        return f"{self.replay.mark}{digest}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from flwr.serverapp import Grid
 
 from xcal.errors import UserError
 from xcal.federation.answer import answer
+from xcal.federation.rounds import OnStep, SetAside
 from xcal.federation.site_directory import SiteDirectory
+from xcal.federation.waiting import Waiting, listed
 
+STOPPING = "stopping"  # a file in a simulated run's folder: its clients keep their step and stop
 RECORD = "xcal"
 PULL_SECONDS = 0.05
 NAMELESS_SECONDS = 10.0
@@ -33,9 +36,11 @@ class GridCarrier:
         *,
         sites: Path | None = None,
         stop: threading.Event | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`sites`: of a simulation, whose nodes have none of their own but a number."""
         self._grid = grid
+        self._say = say
         self._homes = sites
         self._stop = stop or threading.Event()
         self._nodes: dict[str, int] = {}
@@ -45,6 +50,7 @@ class GridCarrier:
     def find(self, count: int, timeout: float | None = None) -> tuple[str, ...]:
         """The names of `count` clients, once so many nodes have come and said them, in order."""
         end = None if timeout is None else time.monotonic() + timeout
+        waiting = Waiting(self._say)
         asked: dict[str, int] = {}  # by message
         nameless: dict[int, float] = {}  # until when a node without a site is left alone
         while True:
@@ -73,6 +79,8 @@ class GridCarrier:
                     f" ({', '.join(sorted(self._nodes)) or 'none'}): start the others, and resume"
                     " the run."
                 )
+            here = f": {listed(sorted(self._nodes))}" if self._nodes else ""
+            waiting.look(f"Waiting for clients, {len(self._nodes)} of {count} are here{here}")
             self._sleep(PULL_SECONDS)
 
     def exchange(
@@ -88,7 +96,7 @@ class GridCarrier:
         )
         asked = dict(zip(pushed, here, strict=True))
         self._collect_late()
-        came = self._pull(asked, timeout)
+        came = self._pull(round_number, asked, timeout)
         self._waiting |= {i: client for i, client in asked.items() if client not in came}
         return {client: data for client, data in came.items() if data}
 
@@ -107,10 +115,13 @@ class GridCarrier:
     def _push(self, messages: list[Message]) -> list[str]:
         return list(self._grid.push_messages(messages)) if messages else []
 
-    def _pull(self, asked: Mapping[str, Any], timeout: float | None) -> dict[Any, bytes]:
+    def _pull(
+        self, round_number: int, asked: Mapping[str, str], timeout: float | None
+    ) -> dict[str, bytes]:
         """Answers by who was asked; empty bytes where Flower itself reports an error."""
         end = None if timeout is None else time.monotonic() + timeout
-        came: dict[Any, bytes] = {}
+        waiting = Waiting(self._say)
+        came: dict[str, bytes] = {}
         left = set(asked)
         while left and (end is None or time.monotonic() < end):
             for reply in self._grid.pull_messages(left):
@@ -118,6 +129,8 @@ class GridCarrier:
                 left.discard(told)
                 came[asked[told]] = _bytes_of(reply)
             if left:
+                silent = listed([client for told, client in asked.items() if told in left])
+                waiting.look(f"Round {round_number + 1} waits for {silent}")
                 self._sleep(PULL_SECONDS)
         return came
 
@@ -166,7 +179,25 @@ def site_of(message: Message, context: Context) -> Path | None:
 def answer_train(message: Message, context: Context) -> Message:
     """A round at this client. Nothing is raised: an error's text would travel to the server."""
     site_dir = site_of(message, context)
-    return reply_with(message, b"" if site_dir is None else answer(site_dir, _bytes_of(message)))
+    if site_dir is None:
+        return reply_with(message, b"")
+    simulated = "site" not in context.node_config
+    try:
+        on_step = _until_stopping(site_dir.parent.parent) if simulated else None
+        return reply_with(message, answer(site_dir, _bytes_of(message), on_step))
+    except SetAside:
+        return reply_with(message, b"")
+
+
+def _until_stopping(run: Path) -> OnStep:
+    """After a Ctrl-C a simulation's clients keep the step they are at, and stop."""
+    sign = run / STOPPING
+
+    def on_step(_: int) -> None:
+        if sign.exists():
+            raise SetAside
+
+    return on_step
 
 
 def answer_name(message: Message, context: Context) -> Message:

@@ -31,7 +31,10 @@ app = ServerApp()
 
 
 class Spoken(NullCallback):
-    """One line a round, for the log of whoever watches the run."""
+    """One line a round, and whom it waits for, for the log of whoever watches the run."""
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
 
     def round(self, record: dict[str, Any]) -> None:
         f1 = record["validation_macro_f1"]
@@ -58,7 +61,8 @@ def run_simulated(
         )
     known = federation or prepare(experiment, new=False)
     make_sites(folder, known, threads_of(folder))
-    carrier = GridCarrier(grid, sites=folder.path.resolve() / "clients", stop=stop)
+    say = (progress or NullCallback()).say
+    carrier = GridCarrier(grid, sites=folder.path.resolve() / "clients", stop=stop, say=say)
     carrier.find(len(known.names))
     return run_experiment(folder, progress, known, carrier)
 
@@ -82,7 +86,7 @@ def main(grid: Grid, context: Context) -> None:
         _done(run_simulated(grid, folder, Spoken()), out)
         return
     experiment = folder.experiment
-    carrier = GridCarrier(grid)
+    carrier = GridCarrier(grid, say=Spoken().say)
     wait = float(settings.get("wait-seconds") or 600)
     listed = folder.path / "clients.json"
     if listed.exists():  # a resumed run keeps its clients, whoever is there now

@@ -10,14 +10,17 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from xcal.errors import UserError, how_to_install
-from xcal.federation.coordinator import Progress
+from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation, prepare
+
+ATTEMPTS = 3  # to start Ray, which gives itself half a minute, however busy the machine
+PATIENCE = 5.0  # seconds after a Ctrl-C in which clients may keep the step they are at
 
 # Nothing is reported or fetched behind the user's back, and Ray is quiet.
 _ENVIRONMENT = {
@@ -79,6 +82,11 @@ def run_on_flower(
             " engine."
         )
     with _quiet_environment():
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(RayDidNotStart):
+                return _simulate(folder, progress, known, given)
+            _forget_ray()
+            (progress or NullCallback()).say("Ray did not start in time; trying again.")
         return _simulate(folder, progress, known, given)
 
 
@@ -87,6 +95,60 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _forget_ray() -> None:
+    """End what is left of a Ray that did not start."""
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+class RayDidNotStart(UserError):
+    """Ray gave up before the first client was there."""
+
+
+class _Clients:
+    """Ray's processes of the simulation, known so that they can be ended while they are busy.
+
+    Flower waits for its clients' answers in threads that nothing interrupts, and Ray, once it is
+    shut down, never wakes them: so clients end first, then Flower, and Ray last.
+    """
+
+    def __init__(self) -> None:
+        self._pools: list[Any] = []
+        self.started = False
+
+    @contextlib.contextmanager
+    def known(self, stop: threading.Event, say: Callable[[str], None]) -> Iterator[None]:
+        from flwr.server.superlink.fleet.vce.backend import raybackend
+
+        stock, clients = raybackend.RayBackend, self
+
+        class Known(stock):  # type: ignore[misc, valid-type]
+            def build(self, app_fn: Any) -> None:
+                if stop.is_set():
+                    raise RuntimeError("stopped while Ray was starting")
+                say("Ray is up; its processes load torch and the data.")
+                clients.started = True
+                super().build(app_fn)
+                clients._pools.append(self.pool)
+
+        raybackend.RayBackend = Known
+        try:
+            yield
+        finally:
+            raybackend.RayBackend = stock
+
+    def end(self) -> None:
+        """At once, as a power cut would: what a client has paid for is in its ledger."""
+        import ray
+
+        for pool in self._pools:
+            for actor in [*pool.pool, *pool._future_to_actor.values()]:
+                with contextlib.suppress(Exception):  # it has ended by itself
+                    ray.kill(actor)
 
 
 def _simulate(
@@ -98,7 +160,7 @@ def _simulate(
         from flwr.simulation import run_simulation
 
         from xcal.federation.flower.client_app import app as client_app
-        from xcal.federation.flower.flower_carrier import Stopped
+        from xcal.federation.flower.flower_carrier import STOPPING, Stopped
         from xcal.federation.flower.server_app import run_simulated
     except ImportError:
         raise UserError(
@@ -106,9 +168,12 @@ def _simulate(
         ) from None
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # what fails is told below
-    server_app, stop = ServerApp(), threading.Event()
+    server_app, stop, ended = ServerApp(), threading.Event(), threading.Event()
     results: list[dict[str, Any]] = []
-    errors: list[BaseException] = []
+    errors: list[BaseException] = []  # of the run
+    failed: list[BaseException] = []  # of Flower or Ray
+    sign, clients = folder.path / STOPPING, _Clients()
+    say = (progress or NullCallback()).say
 
     @server_app.main()
     def main(grid: Grid, _context: Context) -> None:
@@ -124,27 +189,59 @@ def _simulate(
         start["address"] = given.address
     else:
         start["num_cpus"] = max(os.cpu_count() or 1, int(-(-given.cpus // 1)))
+
+    def simulate() -> None:
+        try:
+            with clients.known(stop, say):
+                run_simulation(
+                    server_app,
+                    client_app,
+                    num_supernodes=len(federation.names),
+                    backend_config={
+                        "init_args": start,
+                        "client_resources": {"num_cpus": given.cpus, "num_gpus": given.gpus},
+                    },
+                )
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    say(f"Starting Ray for {len(federation.names)} clients.")
+    sign.unlink(missing_ok=True)
     try:
-        run_simulation(
-            server_app,
-            client_app,
-            num_supernodes=len(federation.names),
-            backend_config={
-                "init_args": start,
-                "client_resources": {"num_cpus": given.cpus, "num_gpus": given.gpus},
-            },
-        )
-    except (RuntimeError, ValueError, ConnectionError) as error:
-        if not errors and not results:
-            raise UserError(
-                f"Flower's simulation failed ({_cause(error)}): is Ray's cluster there, are there"
-                " CPUs and GPUs enough for one client, and is the machine not overloaded? Resume"
-                " the run when it is so."
-            ) from error
+        # In a thread of its own: a Ctrl-C that struck Flower or Ray would leave their threads
+        # behind, waiting for clients for good.
+        threading.Thread(target=simulate, name="flower", daemon=True).start()
+        ended.wait()
     finally:
         stop.set()
+        if not ended.is_set():
+            sign.touch()
+            _end(ended, clients, say)
+        sign.unlink(missing_ok=True)
     if errors:
         raise errors[0]
-    if not results:
-        raise UserError("Flower's simulation ended before the run did: resume it.")
-    return results[0]
+    if results:
+        return results[0]
+    if failed and not isinstance(failed[0], (RuntimeError, ValueError, ConnectionError)):
+        raise failed[0]
+    if failed:
+        kind = UserError if clients.started or given.address is not None else RayDidNotStart
+        raise kind(
+            f"Flower's simulation failed ({_cause(failed[0])}): is Ray's cluster there, are there"
+            " CPUs and GPUs enough for one client, and is the machine not overloaded? Resume"
+            " the run when it is so."
+        ) from failed[0]
+    raise UserError("Flower's simulation ended before the run did: resume it.")
+
+
+def _end(ended: threading.Event, clients: _Clients, say: Callable[[str], None]) -> None:
+    """Let clients keep the step they are at; end those that take too long, then wait for Ray."""
+    say("Stopping: clients keep the step they are at.")
+    with contextlib.suppress(KeyboardInterrupt):  # an impatient second one
+        if ended.wait(PATIENCE):
+            return
+    clients.end()
+    with contextlib.suppress(KeyboardInterrupt):
+        ended.wait(4 * PATIENCE)

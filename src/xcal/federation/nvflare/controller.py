@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
-from xcal.federation.coordinator import NullCallback
+from xcal.federation.coordinator import NullCallback, TooFewAnswers
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.logbook import note
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
 from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
-from xcal.federation.nvflare.lost import Lost
 from xcal.federation.setup import Federation, prepare_remote, settled
 from xcal.federation.surveys import EVALUATIONS, STATISTICS, statistics_of, tell_final
 
@@ -65,6 +65,7 @@ class XcalController(ModelController):
     def start_controller(self, fl_ctx: Any) -> None:
         super().start_controller(fl_ctx)
         self.engine.register_app_command(STATUS_TOPIC, self._status)
+        _know_who_came_back(self.engine)
 
     def _status(self, topic: str, data: Any, fl_ctx: Any) -> dict[str, Any]:
         return {**self._watch.told(), "waiting": list(self._carrier.waiting)}
@@ -72,7 +73,7 @@ class XcalController(ModelController):
     def run(self) -> None:
         self._carrier.folder = Path(self.engine.get_workspace().get_root_dir()).parent
         self._carrier.job_id = str(self.fl_ctx.get_job_id())
-        self._carrier.on_lost = self._watch.lost
+        self._carrier.say = self._watch.say
         self._watch.log = self._carrier.folder
         runs = self._carrier.folder / "runs"
         path = runs / self._run_name
@@ -88,9 +89,11 @@ class XcalController(ModelController):
             self._tell_final(folder, federation)
             self._leave(path, True, "finished.")
         except Stopped:
-            self._leave(path, False, "stopped; resume it to go on.")
+            self._leave(path, False, "stopped; resume it to go on.", again=True)
         except UserError as error:
-            self._leave(path, False, str(error))
+            # Who was missing may come back; what was refused stays refused.
+            again = isinstance(error, TooFewAnswers) and not error.refused
+            self._leave(path, False, str(error), again)
             self.panic(str(error))
         except Exception:
             self._leave(path, False, "it failed for a reason of ours: see the server's log.")
@@ -138,14 +141,17 @@ class XcalController(ModelController):
 
     def _reach(self, sites: Mapping[str, str]) -> None:
         self._carrier.sites = dict(sites)
-        # FLARE takes nobody into a job later: no round waits for a site that is not in it now.
+        # No round waits for a site that is not here now; it takes part once it has come.
         there = {str(client.name) for client in self.engine.get_clients()}
         for site in sites.values():
             if site not in there:
                 self._carrier.gone(site)
 
-    def _leave(self, path: Path, ok: bool, text: str) -> None:
-        """Put what the run may tell where FLARE keeps a job's results."""
+    def _leave(self, path: Path, ok: bool, text: str, again: bool = False) -> None:
+        """Put what the run may tell where FLARE keeps a job's results.
+
+        `again`: whether the same run may get further when it is submitted once more.
+        """
         self._watch.state = text
         if self._carrier.folder is not None:
             note(self._carrier.folder, "ended", run=path.name, ok=ok, text=text)
@@ -154,7 +160,8 @@ class XcalController(ModelController):
         for name in RESULT_FILES:
             if (path / name).exists():
                 shutil.copyfile(path / name, out / name)
-        write_json(out / "outcome.json", {"run": path.name, "ok": ok, "text": text})
+        outcome = {"run": path.name, "ok": ok, "text": text, "again": again}
+        write_json(out / "outcome.json", outcome)
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         super().handle_event(event_type, fl_ctx)
@@ -174,13 +181,34 @@ def _given(folder: RunFolder) -> dict[str, Any]:
     return {k: v for k, v in folder.experiment.resolved().items() if v is not None}
 
 
+def _know_who_came_back(engine: Any) -> None:
+    """A site that was started again shows a new token: who is unknown is asked for once more."""
+    agent = engine.server.command_agent
+    find = agent._get_client
+
+    def get_client(token: str) -> Any:
+        found = find(token)
+        if found is None:
+            now = engine._retrieve_clients_data(engine.args.job_id)
+            if now:
+                engine.client_manager.set_clients(now)
+                found = find(token)
+        return found
+
+    agent._get_client = get_client
+
+
 class Watch(NullCallback):
-    """What the lead sees of a running job: the rounds' records, which hold releases only."""
+    """What the lead sees of a running job: the rounds' records, which hold releases only.
+
+    And notes of what happened besides: who is waited for, who was lost, who came back.
+    """
 
     def __init__(self) -> None:
         self.state = "starting"
         self.log: Path | None = None  # where the server's own log lies
         self._run = ""
+        self._notes: list[str] = []
         self._rounds: list[dict[str, Any]] = []
         self._total = 0
 
@@ -200,9 +228,15 @@ class Watch(NullCallback):
                 **{k: record[k] for k in ("round", "answered", "missing", "refused", "seconds")},
             )
 
-    def lost(self, site: str, lost: Lost) -> None:
-        what = "goes on without it" if lost.gone else "it was started again"
-        self.state = f"training; {site}'s worker died ({lost.times}), {what}"
+    def say(self, text: str) -> None:
+        self._notes.append(f"{datetime.now(UTC):%H:%M:%S} UTC: {text}")
+        if self.log is not None:
+            note(self.log, "said", run=self._run, text=text)
 
     def told(self) -> dict[str, Any]:
-        return {"state": self.state, "total": self._total, "rounds": self._rounds}
+        return {
+            "state": self.state,
+            "total": self._total,
+            "rounds": self._rounds,
+            "notes": self._notes,
+        }

@@ -18,6 +18,9 @@ from xcal.errors import UserError
 from xcal.federation.nvflare.executor import MEMBERS, MESSAGE, TASK
 from xcal.federation.nvflare.lost import Lost, lost_in
 from xcal.federation.nvflare.members import FILE, Members
+from xcal.federation.waiting import Waiting, listed
+
+ASK_AGAIN = 5.0  # seconds until a site is asked anew whose question FLARE dropped
 
 
 class Stopped(Exception):
@@ -40,8 +43,8 @@ class FlareCarrier:
         self._gone: set[str] = set()
         self.folder: Path | None = None  # of the server's party, for its list of members
         self.job_id = ""
-        self.lost: dict[str, Lost] = {}  # sites whose worker died in this job
-        self.on_lost: Callable[[str, Lost], None] = lambda *_: None
+        self.lost: dict[str, Lost] = {}  # sites that died in this job, or their workers
+        self.say: Callable[[str], None] = lambda _: None
         self.waiting: list[str] = []  # sites whose answer to the present question is not there yet
 
     def gone(self, site: str) -> None:
@@ -68,7 +71,7 @@ class FlareCarrier:
         return data, Members.read(data, root, str(self.folder / FILE)).shut_out()
 
     def _look_for_lost(self) -> None:
-        """A worker that died is not waited for until it is started again."""
+        """A site that died is not waited for until it, or its worker, is started again."""
         if self.folder is None:
             return
         for site, found in lost_in(self.folder, self.job_id).items():
@@ -78,7 +81,7 @@ class FlareCarrier:
                     self.gone(site)
                 else:
                     self.back(site)
-                self.on_lost(site, found)
+                self.say(found.text(site))
 
     def exchange(
         self, round_number: int, messages: Mapping[str, bytes], timeout: float | None
@@ -100,40 +103,62 @@ class FlareCarrier:
 
             return received
 
-        tasks = []
         self._look_for_lost()
-        listed, shut_out = self._members()
+        members, shut_out = self._members()
         messages = {c: m for c, m in messages.items() if self.sites[c] not in shut_out}
-        for client, message in messages.items():
+        tasks: dict[str, Task] = {}
+        sent: dict[str, float] = {}
+        deadline = time.monotonic() + timeout
+
+        def send(client: str) -> None:
             data = Shareable()
-            data[MESSAGE] = message
-            if listed is not None:
-                data[MEMBERS] = listed
-            task = Task(
+            data[MESSAGE] = messages[client]
+            if members is not None:
+                data[MEMBERS] = members
+            left = max(deadline - time.monotonic(), 0.0)
+            tasks[client] = Task(
                 name=TASK,
                 data=data,
-                timeout=math.ceil(timeout) + 1,
+                timeout=math.ceil(left) + 1,
                 result_received_cb=listen(client),
             )
+            sent[client] = time.monotonic()
             self._controller.send(
-                task=task, fl_ctx=self._controller.fl_ctx, targets=[self.sites[client]]
+                task=tasks[client], fl_ctx=self._controller.fl_ctx, targets=[self.sites[client]]
             )
-            tasks.append(task)
-        deadline = time.monotonic() + timeout
+
+        for client in messages:
+            send(client)
+        waiting = Waiting(self.say)
         try:
-            with changed:
-                while not all(c in answers or self.sites[c] in self._gone for c in messages):
-                    if self._stopped():
-                        raise Stopped
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        break
-                    self.waiting = [self.sites[c] for c in messages if c not in answers]
-                    changed.wait(min(left, 0.5))
-                    self._look_for_lost()
+            while True:
+                with changed:
+                    came = len(answers)
+                    left_out = [
+                        client
+                        for client in messages
+                        if client not in answers and self.sites[client] not in self._gone
+                    ]
+                left = deadline - time.monotonic()
+                if not left_out or left <= 0:
+                    break
+                if self._stopped():
+                    raise Stopped
+                self.waiting = [self.sites[client] for client in left_out]
+                waiting.look(f"Round {round_number + 1} waits for {listed(self.waiting)}")
+                # FLARE drops what it asked of a site that died: one that is back is asked anew.
+                # Not while answers are locked, which FLARE brings under a lock of its own.
+                for client in left_out:
+                    dropped = tasks[client].completion_status is not None
+                    if dropped and time.monotonic() - sent[client] > ASK_AGAIN:
+                        send(client)
+                with changed:
+                    if len(answers) == came:
+                        changed.wait(min(left, 0.5))
+                self._look_for_lost()
         finally:
             self.waiting = []
-            for task in tasks:
+            for task in tasks.values():
                 if task.completion_status is None:
                     self._controller.cancel_task(task, fl_ctx=self._controller.fl_ctx)
         with changed:

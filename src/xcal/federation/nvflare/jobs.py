@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shutil
 import tempfile
@@ -129,6 +130,7 @@ class Lead:
             raise UserError(f"{party.folder} is not a person's folder: use the lead's.")
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
+        logging.getLogger().addHandler(logging.NullHandler())  # FLARE's own lines: not for people
         with _one_sentence(party):
             with redirect_stdout(io.StringIO()):  # FLARE prints that it connects
                 session = new_secure_session(party.about.name, str(party.kit), timeout=patience)
@@ -212,15 +214,22 @@ class Lead:
             try:
                 folder = self.fetch(job, Path(scratch))
             except AuthorizationError:  # who may look need not be who may fetch
-                return {"text": "only its lead can fetch what it left.", "rounds": []}
+                return {
+                    "text": "only its lead can fetch what it left.",
+                    "again": False,
+                    "rounds": [],
+                }
             outcome, rounds = folder / "outcome.json", folder / "rounds.jsonl"
+            words = read_json(outcome) if outcome.exists() else {}
             wordless = WORDLESS.get(job.status, "it left no word: see the server's log.")
             if job.status == "FINISHED:ABORTED":  # FLARE ends it before it can say so
                 wordless = f"stopped; go on with `xcal federation resume {job.run}`."
             told = rounds.read_text(encoding="utf-8").splitlines() if rounds.exists() else []
             kept, sent = folder / "experiment.toml", folder / EVALUATIONS
             return {
-                "text": read_json(outcome)["text"] if outcome.exists() else wordless,
+                "text": words.get("text", wordless),
+                # Without a word it was stopped, or the server's process of it died.
+                "again": words.get("again", not words),
                 "total": read_toml(kept).get("rounds") if kept.exists() else None,
                 "rounds": [json.loads(line) for line in told],
                 "evaluations": read_json(sent) if sent.exists() else None,

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,22 @@ from xcal.errors import UserError
 from xcal.experiments import load_experiment
 from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
-from xcal.federation.nvflare.jobs import Job, Lead, check_run_name, state_words, write_job
+from xcal.federation.nvflare.jobs import (
+    Job,
+    Lead,
+    ServerSilent,
+    check_run_name,
+    state_words,
+    write_job,
+)
 from xcal.federation.nvflare.parties import Party, read_federation
 from xcal.federation.surveys import STATISTICS
+from xcal.federation.waiting import Waiting
 
+RESUBMISSIONS = 5  # of a run that its lead keeps going, without a further complete round
+COME_BACK = 900.0  # seconds that server and sites may take to come back before one of them
+LOOK_AGAIN = 5.0
+STOPPED = "stopped"  # a file beside a run's job at the lead: it was the lead who stopped it
 TIMEOUT = 3600.0  # seconds a round may take where nobody says otherwise
 ENDING = 30.0  # seconds that FLARE may take to see that a job has ended
 
@@ -156,7 +168,29 @@ def stop(lead: Path, run: str) -> None:
         job = session.last(run)
         if not job.running:
             raise UserError(f"The run {run!r} is not being worked on: {job.words}.")
+        told = Party.find(lead).folder / "jobs" / run
+        told.mkdir(parents=True, exist_ok=True)
+        (told / STOPPED).touch()
         session.stop(job)
+
+
+def was_stopped(lead: Path, run: str) -> bool:
+    """Whether it was the lead, from this folder, who stopped the run as it was last submitted."""
+    return (Party.find(lead).folder / "jobs" / run / STOPPED).exists()
+
+
+def go_on(lead: Path, run: str, say: Callable[[str], None]) -> str:
+    """Resume a run as soon as the server answers and enough sites are connected."""
+    deadline = time.monotonic() + COME_BACK
+    waiting = Waiting(say)
+    while True:
+        try:
+            return resume(lead, run, None, None)
+        except (ServerSilent, TooFewSites) as error:
+            if time.monotonic() > deadline:
+                raise
+            waiting.look(f"Still waiting: {str(error).rstrip('.')}")
+            time.sleep(LOOK_AGAIN)
 
 
 def fetch(lead: Path, run: str, out: Path) -> Iterator[str]:
@@ -183,10 +217,14 @@ def _check_timeout(timeout: float) -> None:
         raise UserError(f"--timeout {timeout:g} is not between 1 second and 30 days.")
 
 
+class TooFewSites(UserError):
+    """Fewer sites are connected than a run needs."""
+
+
 def _enough(session: Lead, wanted: int) -> None:
     there = session.connected()
     if len(there) < wanted:
-        raise UserError(
+        raise TooFewSites(
             f"{len(there)} sites are connected ({', '.join(there) or 'none'}), {wanted} are needed:"
             " wait for them, or lower --quorum."
         )
@@ -204,7 +242,9 @@ class Look:
         self._run = run
         self._job: Job | None = None
         self._told = 0
+        self._noted = 0
         self._last = ""
+        self._again = False  # whether the run ended for a reason that may have passed
         self._alone: float | None = None  # since when nobody works on a job that "runs"
 
     def first(self) -> Iterator[str]:
@@ -222,6 +262,12 @@ class Look:
     def goes_on(self) -> bool:
         return self._job is not None and self._job.running and not self._given_up()
 
+    def may_go_on(self) -> bool:
+        """Whether a run that is not worked on any more may get further if it is resumed."""
+        if self._job is None or self._run is None or self._job.status == "FINISHED:COMPLETED":
+            return False
+        return self._again or self._given_up()
+
     def last(self) -> Iterator[str]:
         """What is left to say when looking ends."""
         if self._alone is not None:
@@ -236,7 +282,9 @@ class Look:
     def news(self) -> Iterator[str]:
         """What was not told yet."""
         assert self._run is not None
-        self._job = self._session.last(self._run)
+        before, self._job = self._job, self._session.last(self._run)
+        if before is not None and before.id != self._job.id:
+            self._noted = 0  # another submission, which notes anew
         finished = not self._job.running
         # The last rounds may have come between two looks: a finished job keeps them.
         progress = (
@@ -251,6 +299,10 @@ class Look:
             if self._events is not None:
                 self._events.round(record)
             yield round_line(record, progress.get("total"))
+        for note in progress.get("notes", [])[self._noted :]:
+            self._noted += 1
+            yield f"  {note}"
+        self._again = finished and bool(progress.get("again"))
         # A job that begins or ends tells nothing of itself: what was said last still holds.
         state = progress.get("state") or (not finished and self._last) or self._job.status
         if state != self._last:

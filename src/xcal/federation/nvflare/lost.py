@@ -1,4 +1,4 @@
-"""Which sites' workers died in a job: noted by the server's process, read by the job's own."""
+"""Which sites were lost in a job: noted by the server's process, read by the job's own."""
 
 from __future__ import annotations
 
@@ -10,21 +10,33 @@ from xcal.federation.files import read_json, write_json
 
 @dataclass(frozen=True)
 class Lost:
-    """A site whose worker died: how often, and whether it is still gone."""
+    """A site that died, or its worker: how often, and whether it is still gone."""
 
     times: int
     gone: bool
+    what: str = "worker"  # or "site": all of it
+
+    def text(self, site: str) -> str:
+        """What happened, for who watches the run."""
+        again = f" ({self.times} times)" if self.times > 1 else ""
+        if self.what == "site" and not self.times:
+            return f"{site} came later and takes part from now on."
+        what = f"{site} was lost{again}" if self.what == "site" else f"{site}'s worker died{again}"
+        end = "the round goes on without it" if self.gone else "it was started again and takes part"
+        return f"{what}; {end}."
 
 
 def _file(server: Path, job_id: str) -> Path:
     return server / "lost" / f"{Path(job_id).name}.json"
 
 
-def note_lost(server: Path, job_id: str, site: str, times: int, *, gone: bool) -> None:
+def note_lost(
+    server: Path, job_id: str, site: str, times: int, *, gone: bool, what: str = "worker"
+) -> None:
     path = _file(server, job_id)
     path.parent.mkdir(exist_ok=True, mode=0o700)
     found = read_json(path) if path.exists() else {}
-    write_json(path, {**found, site: {"times": times, "gone": gone}})
+    write_json(path, {**found, site: {"times": times, "gone": gone, "what": what}})
 
 
 def lost_in(server: Path, job_id: str) -> dict[str, Lost]:
