@@ -338,6 +338,7 @@ class PlanShape:
     rounds: int
     local_epochs: int = 1
     unit: str = "record"
+    steps_per_round: int | None = None  # as many as the epochs take, if not given
 
     def __post_init__(self) -> None:
         check_target(self.epsilon, self.delta)
@@ -345,6 +346,8 @@ class PlanShape:
 
     @property
     def steps(self) -> int:
+        if self.steps_per_round is not None:
+            return self.rounds * self.steps_per_round
         return self.rounds * self.local_epochs * math.ceil(self.units / self.batch)
 
     @property
