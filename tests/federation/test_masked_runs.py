@@ -12,18 +12,22 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from typer.testing import CliRunner
 
 import xcal
 from support import ROOT, TINY, sets, xcal_process
+from xcal.cli.main import app
 from xcal.dp.accounting import reference_cost
 from xcal.dp.distributed import ChargedShare, DistributedGrid
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
+from xcal.experiments import make_experiment
 from xcal.federation import masked, masks
 from xcal.federation.exchange import Question
 from xcal.federation.files import read_tensors
 from xcal.federation.masked import MaskedRounds
 from xcal.federation.masks import MaskKeys
+from xcal.federation.setup import prepare, prepare_remote
 
 KEYS: dict[str, Any] = {
     **TINY,
@@ -290,6 +294,27 @@ def test_what_masks_do_not_carry_is_refused_in_a_sentence(
     with pytest.raises(UserError, match=words):
         xcal.run(tmp_path / "run", **{**KEYS, **changes})
     assert not (tmp_path / "run").exists()
+
+
+def test_engines_that_do_not_carry_masks_refuse_before_anything_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    words = sets(**{k: v for k, v in KEYS.items() if TINY.get(k) != v})
+    asked = ["run", "--engine", "flower", "--out", str(tmp_path / "run"), *words]
+    found = CliRunner().invoke(app, asked)
+    assert isinstance(found.exception, UserError)
+    assert "local engine only" in str(found.exception)
+    assert not (tmp_path / "run").exists()
+    made = make_experiment(KEYS)
+    with pytest.raises(UserError, match="local engine only"):
+        prepare_remote(made, ["a", "b", "c"])
+    with pytest.raises(UserError, match="simulations"):
+        prepare(make_experiment({**KEYS, "sites": ["a", "b", "c"]}))
+
+
+def test_keys_of_older_runs_stay_what_they_were() -> None:
+    plain = make_experiment(TINY)
+    assert not {"trust", "honest"} & (set(plain.resolved()) | set(plain.identity()))
+    assert make_experiment(KEYS).identity()["trust"] == "masked"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from typing import Any
 from xcal.errors import UserError
 from xcal.federation.coordinator import Progress
 from xcal.federation.folder import RunFolder
+from xcal.federation.masked import refuse_masked
 from xcal.federation.setup import Federation, prepare
 
 # Nothing is reported or fetched behind the user's back, and Ray is quiet.
@@ -73,6 +74,7 @@ def run_on_flower(
     if given.cpus <= 0 or given.gpus < 0:
         raise UserError("A client needs more than 0 CPUs and at least 0 GPUs.")
     known = federation or prepare(folder.experiment, new=False)
+    refuse_masked(known.experiment)
     if known.experiment.loss is not None:  # a run that the local engine began
         raise UserError("Flower's clients train with cross-entropy: continue on the local engine.")
     with _quiet_environment():
