@@ -39,7 +39,16 @@ Device = Annotated[str, BeforeValidator(_known_device)]
 
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
-_LATER = ("public_validation", "public_validation_by", "workers", "log", "maps", "precision")
+_LATER = (
+    "public_validation",
+    "public_validation_by",
+    "workers",
+    "log",
+    "maps",
+    "precision",
+    "trust",
+    "honest",
+)
 
 
 # Keys of the first edition that have another name today; files with the old ones are still read.
@@ -201,6 +210,19 @@ class Experiment(BaseModel):
         description="most images of one group that a record-level run uses; enforced",
         travels=False,
     )
+    trust: Literal["site", "masked"] = key(
+        "site",
+        description="site: every site is protected by its own noise alone; masked: the server sees"
+        " only the masked sum, one step a round, and sites share the noise, which rests on `honest`"
+        " of them (fl-dp, simulations)",
+        travels=False,
+    )
+    honest: Whole | None = key(
+        None,
+        description="masked: how many of the sites are assumed to add their noise and to keep it"
+        " secret; all but one if not given",
+        travels=False,
+    )
     noise: Literal["seeded", "secure"] | None = key(
         None,
         description="seeded (default of simulations) or secure (default where sites are given)",
@@ -334,6 +356,11 @@ class Experiment(BaseModel):
         if self.loss is not None:
             return "loss"
         return "precision" if self.precision == "bf16" else None
+
+    @property
+    def honest_sites(self) -> int:
+        """How many sites shared noise counts on."""
+        return self.clients - 1 if self.honest is None else self.honest
 
     @property
     def rows(self) -> int:

@@ -90,6 +90,9 @@ class Tap:
     def scalar(self, key: NoiseKey) -> float:
         return self._noise.scalar(key)
 
+    def discrete_normals(self, key: NoiseKey, count: int, scale: int) -> NDArray[np.int64]:
+        return self._noise.discrete_normals(key, count, scale)
+
 
 class CanaryData(LocalData):
     """A client's data whose last units are canaries. Drawing is the real one.

@@ -146,6 +146,11 @@ def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
         if result["epsilon_target"] is not None
         else f"no guarantee (ε = {epsilon_text(None, result['epsilon_nominal'])})"
     )
+    if result.get("epsilon_masked") is not None:
+        promise = (
+            f"({result['epsilon_masked']:g}, {result['delta']:g})-DP per {result['unit']} while"
+            f" {result['honest']} of {len(result['clients'])} sites are honest (masked)"
+        )
     if result.get("epsilon_client") is not None:
         spent = result["server"]["epsilon_spent"]
         console.print(

@@ -26,6 +26,7 @@ from xcal.dp.accounting import (
 from xcal.dp.pld import ADD, DIRECTIONS, REMOVE, SIGMA_SLACK, Direction, delta_bound
 from xcal.errors import UserError
 
+WHOLE_ORDERS = tuple(a for a in ORDERS if a == int(a))
 SUM_SLACK = 1e-9  # share of the budget kept free for the upward rounding of K additions
 MAX_SIGMA = 1e5
 # A fixed plan is made for 99 % of δ; its odometer has the rest. Then the smaller of the two may be
@@ -209,17 +210,22 @@ def _smallest_sigma(
 
 
 @lru_cache(maxsize=256)
-def calibrate(epsilon: float, delta: float, rate: float, steps: int) -> Calibration:
+def calibrate(
+    epsilon: float, delta: float, rate: float, steps: int, *, whole_orders: bool = False
+) -> Calibration:
     """The smallest σ, over all orders, with which `steps` equal steps are (ε, δ)-DP.
+
+    `whole_orders`: only at those is the discrete Gaussian's cost proved (docs/guarantee.md §10).
 
     Guarantee: at the returned order, `steps` charges of the filter's own cost sum to at most the
     returned budget, upward rounding included.
     """
     check_target(epsilon, delta)
-    coarse = ORDERS[::8]
+    orders = WHOLE_ORDERS if whole_orders else ORDERS
+    coarse = orders[::8]
     sigma, order = _smallest_sigma(rate, steps, epsilon, delta, coarse, (0.05, 0.1), 1e-3)
-    k = ORDERS.index(order)
-    near = ORDERS[max(0, k - 9) : k + 10]
+    k = orders.index(order)
+    near = orders[max(0, k - 9) : k + 10]
     sigma, order = _smallest_sigma(rate, steps, epsilon, delta, near, (sigma * 0.9, sigma), 1e-6)
     budget = budget_at(order, epsilon, delta)
     require(
@@ -328,6 +334,7 @@ class PlanShape:
     rounds: int
     local_epochs: int = 1
     unit: str = "record"
+    steps_per_round: int | None = None  # as many as the epochs take, if not given
 
     def __post_init__(self) -> None:
         check_target(self.epsilon, self.delta)
@@ -335,6 +342,8 @@ class PlanShape:
 
     @property
     def steps(self) -> int:
+        if self.steps_per_round is not None:
+            return self.rounds * self.steps_per_round
         return self.rounds * self.local_epochs * math.ceil(self.units / self.batch)
 
     @property
@@ -370,14 +379,16 @@ def _plan(shape: PlanShape, method: str, order: float, budget: float, **fields: 
     )
 
 
-def plan_static(shape: PlanShape, method: str = "fl-dp") -> Plan:
+def plan_static(shape: PlanShape, method: str = "fl-dp", *, whole_orders: bool = False) -> Plan:
     """The constant multiplier that exactly spends the target under the Rényi filter.
 
-    For methods that move the multiplier on the way, and the reference for them.
+    For methods that move the multiplier on the way, and the reference for them. `whole_orders`:
+    for noise in whole numbers.
     """
-    return _constant(
-        shape, method, calibrate(shape.epsilon, shape.delta, shape.sample_rate, shape.steps)
+    found = calibrate(
+        shape.epsilon, shape.delta, shape.sample_rate, shape.steps, whole_orders=whole_orders
     )
+    return _constant(shape, method, found)
 
 
 def plan_fixed(shape: PlanShape, method: str = "fl-dp", accountant: str = "auto") -> Plan:

@@ -96,6 +96,9 @@ class Mechanism:
             releases=self.releases,
             inputs=inputs,
         )
+        return self._charged(noise, key)
+
+    def _charged(self, noise: NoiseSource, key: Callable[[str], NoiseKey]) -> ChargedStep:
         return ChargedStep(self, noise, key)
 
 

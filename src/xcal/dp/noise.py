@@ -22,6 +22,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xcal.dp.discrete import discrete_gaussian
+
 BLOCK = 1 << 16
 GRID_BITS = 12  # releases are rounded to about 1/4096 of their noise's deviation
 
@@ -61,6 +63,10 @@ class NoiseSource(Protocol):
 
     def scalar(self, key: NoiseKey) -> float:
         """One standard normal in float64."""
+        ...
+
+    def discrete_normals(self, key: NoiseKey, count: int, scale: int) -> NDArray[np.int64]:
+        """Independent draws of the discrete Gaussian N_Z(0, scale²), exactly."""
         ...
 
 
@@ -155,6 +161,9 @@ class SeededNoise:
     def scalar(self, key: NoiseKey) -> float:
         return float(np.random.Generator(np.random.Philox(self._stream(key))).standard_normal())
 
+    def discrete_normals(self, key: NoiseKey, count: int, scale: int) -> NDArray[np.int64]:
+        return discrete_gaussian(np.random.Philox(self._stream(key)).random_raw, count, scale)
+
 
 class SecureNoise:
     """AES-256 in counter mode, keyed by the operating system; nothing can be replayed."""
@@ -203,6 +212,9 @@ class SecureNoise:
         first, second = (int(w) for w in self._words(2))
         radius = math.sqrt(-2 * math.log(((first >> 11) + 1) * 2.0**-53))
         return radius * math.cos(2 * math.pi * (second >> 11) * 2.0**-53)
+
+    def discrete_normals(self, key: NoiseKey, count: int, scale: int) -> NDArray[np.int64]:
+        return discrete_gaussian(self._words, count, scale)
 
 
 def release_tensors(

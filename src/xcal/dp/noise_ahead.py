@@ -61,6 +61,9 @@ class SecureNoiseAhead:
     def scalar(self, key: NoiseKey) -> float:
         return self._direct.scalar(key)
 
+    def discrete_normals(self, key: NoiseKey, count: int, scale: int) -> NDArray[np.int64]:
+        return self._direct.discrete_normals(key, count, scale)
+
     def close(self) -> None:
         """Stop preparing; what was prepared and not used is forgotten."""
         if self._stop is not None:

@@ -89,6 +89,27 @@ class Situation:
     measured: Measured | None = None
     shared_groups: bool = False  # whether a group stands in training and in validation or test
     groups_declared: bool = False  # by hand: no two images show one person
+    sites: int = 0  # that share their noise under masks, and
+    honest: int | None = None  # how many of them that counts on; None: every site's is its own
+
+
+MASKED_SEES = (
+    "in every attempt at a round one masked vector of each site, uniformly random to whoever does"
+    " not have its keys; the sum of all of them, which is the noisy sum of clipped gradients; each"
+    " site's number of units, noise multiplier, odometer and ledger head; and who takes part"
+)
+
+
+def _masked_assumptions(situation: Situation) -> list[str]:
+    others = situation.sites - (situation.honest or 0)
+    return [
+        f"of the {situation.sites} sites at least {situation.honest} add their share of the noise"
+        " and keep it and their masks secret: a server that colludes with at most"
+        f" {others} of them is covered, with more it sees less noise than charged",
+        "the masks are computational: X25519, HKDF-SHA256, AES-256 and Ed25519 are as strong as"
+        " believed, and each site knows the others by their right keys",
+        "a site missing in an attempt is counted as an honest one, and the others' shares grow",
+    ]
 
 
 CENTRAL_RELATION = (
@@ -160,11 +181,20 @@ def _promise(situation: Situation) -> str:
         if plan.unit == "record"
         else f"all images of one {situation.group_name} (group)"
     )
+    whom = "the server, other clients and anyone who receives the model"
+    rests = ""
+    if situation.honest is not None:
+        others = situation.sites - situation.honest
+        whom = f"the server, up to {others} of the other clients together with it, and anyone else"
+        rests = (
+            f" Clients share their noise under masks: this rests on {situation.honest} honest ones"
+            f" of {situation.sites} and on computational assumptions, and one client's own noise"
+            " alone would not give it."
+        )
     return (
         f"Each client's whole training, over all its rounds, is ({plan.epsilon:g},"
-        f" {plan.delta:g})-differentially private for {unit}, against the server, other clients and"
-        " anyone who receives the model, whatever was spent of it. "
-        + in_terms_of_tests(plan.epsilon, plan.delta)
+        f" {plan.delta:g})-differentially private for {unit}, against {whom},"
+        f" whatever was spent of it.{rests} " + in_terms_of_tests(plan.epsilon, plan.delta)
     )
 
 
@@ -248,8 +278,14 @@ def _opening(situation: Situation) -> list[str]:
         what += " (their number, which is told, is not hidden)"
     return [
         _who_is_protected(situation),
-        "This holds against everyone who sees what a site sends, whatever else they know: the"
-        f" server, the other sites, anyone who gets the model{seeded}.",
+        (
+            "This holds against everyone who sees what a site sends, whatever else they know: the"
+            f" server, the other sites, anyone who gets the model{seeded}."
+            if situation.honest is None
+            else f"This holds as long as {situation.honest} of the {situation.sites} sites are"
+            " honest, since they share their noise: against the server, the other sites and anyone"
+            f" who gets the model{seeded}."
+        ),
         what_can_be_learnt(what, "all that a site sends", plan.epsilon, plan.delta),
     ]
 
@@ -418,6 +454,25 @@ def make_statement(situation: Situation) -> dict[str, Any]:
     private = bool(situation.plans)
     if situation.server_plan is not None:
         return _central_statement(situation, situation.server_plan)
+    found = _client_statement(situation, private)
+    if situation.honest is None:
+        return found
+    return {
+        **found,
+        "trust": "masked",
+        "sites": situation.sites,
+        "honest": situation.honest,
+        "sampling": f"{found['sampling']}; one step a round",
+        "noise": f"{situation.noise}, discrete Gaussian in whole numbers, shared by sites under"
+        " masks",
+        "accounting": f"{found['accounting']}, at a whole order, where the discrete Gaussian's is"
+        " the same",
+        "server_sees": MASKED_SEES,
+        "assumptions": [*found["assumptions"], *_masked_assumptions(situation)],
+    }
+
+
+def _client_statement(situation: Situation, private: bool) -> dict[str, Any]:
     return {
         "method": situation.method,
         "opening": _opening(situation),

@@ -144,7 +144,9 @@ def ask_site(
         if owner.policy is not None:
             admit_experiment(owner.policy, experiment)
         with Ledger(owner.ledger_path) as book:
-            run = run_terms(name, experiment.privacy_unit, experiment.noise_source, method, plan)
+            run = run_terms(
+                name, experiment.privacy_unit, experiment.noise_source, method, plan, experiment
+            )
             admit_run(owner, book, run, plan, units, experiment, partition)
 
 

@@ -183,7 +183,7 @@ def _respond(client: Client, question: Question, on_step: OnStep | None) -> Roun
     if question.frozen is not None and frozen_digest(model) != question.frozen:
         raise Refused("frozen-mismatch", "The parts that do not train differ: check weights.")
     check_weights(model, question.weights)
-    run = run_terms(asked.run, site.data.unit, site.noise.name, method, plan)
+    run = run_terms(asked.run, site.data.unit, site.noise.name, method, plan, experiment)
 
     def admit(ledger: Ledger) -> None:
         admit_run(owner, ledger, run, plan, units, experiment, site.partition)
@@ -204,6 +204,7 @@ def _respond(client: Client, question: Question, on_step: OnStep | None) -> Roun
             raise Refused("diverged", "Training left the range of finite numbers: lower lr.")
         weights = dict(question.weights)  # an update of 0, as a server makes of one without numbers
     if owner.policy is None:
-        return RoundReply(reply.report, weights, reply.trace)
+        return replace(reply, weights=weights)
     report = ClientReport(**filtered(owner.policy, asdict(reply.report)))
-    return RoundReply(report, weights, reply.trace if "trace" in owner.policy.report else ())
+    trace = reply.trace if "trace" in owner.policy.report else ()
+    return replace(reply, report=report, weights=weights, trace=trace)

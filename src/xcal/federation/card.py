@@ -105,6 +105,17 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
         if result["epsilon_paper"] is not None:
             lines.append(f"- By the paper's own accounting: ε = {result['epsilon_paper']:.4g}.")
         lines += ["", "Not protected:", "", *_bullets(statement["not_protected"])]
+    elif result.get("epsilon_masked") is not None:
+        lines += [
+            "",
+            f"- Guaranteed while {result['honest']} of {len(result['clients'])} sites are honest: ε"
+            f" = {result['epsilon_masked']:g}, δ = {result['delta']:g}, per {result['unit']},"
+            f" {result['noise']} noise shared under masks.",
+            "",
+            "Not protected:",
+            "",
+            *_bullets(statement["not_protected"]),
+        ]
     elif result.get("epsilon_client") is not None:
         lines += [
             "",

@@ -11,10 +11,20 @@ from torch import Tensor, nn
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import travels
+from xcal.federation.masks import Attempt, Masked
 from xcal.federation.request_refusals import Refused
 from xcal.methods.context import StepRecord, digest_tensors, trainable
 
 Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SumRequest:
+    """One attempt at a sum that only shows as a whole (`trust = "masked"`)."""
+
+    attempt: Attempt
+    sigma: float  # the multiplier of the honest sites' noise together: the largest of any plan
+    units: int  # at most, at one site
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,7 @@ class RoundRequest:
     own_rounds: tuple[int, ...]  # the client's rounds by the published schedule
     experiment: Experiment
     validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
+    sum: SumRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -71,21 +82,24 @@ class ClientReport:
 
 @dataclass(frozen=True)
 class RoundReply:
-    """A client's answer. `weights = None`: exhausted, nothing was trained."""
+    """A client's answer. `weights = None`: exhausted, nothing was trained; or `masked`."""
 
     report: ClientReport
     weights: Weights | None
     trace: tuple[StepRecord, ...] = ()
+    masked: Masked | None = None  # its part of a sum
 
 
 def request_digest(request: RoundRequest, client: str, weights: Weights) -> str:
-    """A request is known by run, round, client and weights."""
+    """A request is known by run, round, client and weights, and by the sum it is for."""
     text = f"{request.run}\n{request.round}\n{client}\n{digest_tensors(sorted(weights.items()))}"
+    if request.sum is not None:
+        text += f"\n{request.sum.attempt.context}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 # Of what a request does not carry, what shapes an answer: seeds, units, loss ...
-_OWN_SHAPE = frozenset(("seed", "paired", "group_cap", "loss"))
+_OWN_SHAPE = frozenset(("seed", "paired", "group_cap", "loss", "precision", "trust", "honest"))
 # ... and in which order floats are summed, so to the bit only.
 _ORDER_OF_SUMS = frozenset(("device", "chunk", "pass_rows"))
 
@@ -102,6 +116,12 @@ def shape_of(experiment: Experiment, *, to_the_bit: bool = False) -> str:
     return repr(
         sorted((k, v) for k, v in found if v != defaults[k] and (k in kept or travels(kind, k)))
     )
+
+
+def sum_terms(experiment: Experiment, weights: Weights, sigma: float, units: int) -> str:
+    """Digest of all that is public of a sum beside who takes part in it."""
+    known = repr((digest_tensors(sorted(weights.items())), sigma, units, experiment.identity()))
+    return hashlib.sha256(known.encode()).hexdigest()
 
 
 def check_weights(model: nn.Module, weights: Weights) -> None:

@@ -26,6 +26,7 @@ from xcal.dp.noise import NoiseSource
 from xcal.errors import UserError
 from xcal.federation.exchange import shape_of
 from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.masks import MaskKeys
 from xcal.federation.partition_record import PartitionRecord
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import ReplayKey
@@ -71,6 +72,7 @@ class LoadedSite:
     dealt: bool = False  # whether its images were dealt out, and one unit less moves others
     loss: Loss | None = None  # one number per image; None: cross-entropy
     partition: PartitionRecord | None = None  # which images of the data set these are
+    masks: MaskKeys | None = None  # its side of a run's masks, once it has met its peers
     # What the owner says of the run once its ledger is held, and no other can reserve; may refuse.
     admit: Callable[[Ledger], None] | None = None
     _digest: list[str] = field(default_factory=list, repr=False)  # made once, for all copies

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from xcal.config import Experiment
 from xcal.dp.noise import NoiseSource, SeededNoise
@@ -18,6 +19,7 @@ from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.federation.admission import check_same_data, to_the_user
 from xcal.federation.answer import respond
 from xcal.federation.central import ServerSite, server_rule
+from xcal.federation.certificate import site_key
 from xcal.federation.coordinator import (
     Answer,
     Carrier,
@@ -25,12 +27,15 @@ from xcal.federation.coordinator import (
     NullCallback,
     Progress,
     Remote,
+    Transport,
 )
 from xcal.federation.exchange import Question
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.loaded_site import Held, LoadedSite, keep_freed_memory, torch_threads
 from xcal.federation.loggers import Logged, Logger, make_logger
+from xcal.federation.masked import MaskedRounds, introduce, refuse_masked
+from xcal.federation.masks import MaskKeys, Roster
 from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
@@ -180,12 +185,47 @@ def _run(
         if state.rounds < experiment.rounds:
             ask_sites(federation, folder.about["run"])
         with closing(_transport(clients, federation, workers, progress.step)) as transport:
-            model = coordinator.run(transport)
+            if experiment.trust == "masked":
+                model = _run_masked(coordinator, transport, clients)
+            else:
+                model = coordinator.run(transport)
     else:
+        refuse_masked(experiment)
         model = coordinator.run(Remote(carrier, coordinator.model, progress))
     seconds = time.monotonic() - started
     server = rule.report(state.server)
     return _finish(folder, federation, model, state.reports, server, seconds, progress.measure)
+
+
+def _run_masked(
+    coordinator: Coordinator, transport: Transport, clients: Sequence[LocalClient]
+) -> nn.Module:
+    """All rounds that are left, by sums under masks: every client with a key of its own."""
+    folder, federation = coordinator.folder, coordinator.federation
+    run, identities = folder.about["run"], {c.name: site_key(c.owner.site_dir) for c in clients}
+    public = {name: key.public_key().public_bytes_raw() for name, key in identities.items()}
+    roster = Roster(public, federation.experiment.honest_sites)
+    keys = {
+        c.name: MaskKeys(c.held.site.folder(run), run, c.name, identities[c.name], roster)
+        for c in clients
+    }
+    introduce(keys)
+    for client in clients:
+        client.held.site.masks = keys[client.name]
+    plans = [plan for plan in federation.plans if plan is not None]
+    model = coordinator.run(
+        MaskedRounds(
+            transport,
+            roster,
+            federation.experiment,
+            sigma=max(plan.sigma_static for plan in plans),
+            units=max(plan.units for plan in plans),
+            folder=folder.path,
+        )
+    )
+    for key in keys.values():
+        key.forget()
+    return model
 
 
 def _transport(
@@ -196,7 +236,7 @@ def _transport(
     count = worker_count(
         workers or experiment.workers, torch.get_num_threads(), federation.participants
     )
-    if count == 1:
+    if count == 1 or experiment.trust == "masked":  # whose keys stay in one process
         return InProcess(clients, on_step)
     steps = {name: federation.steps_of_round(c) for c, name in enumerate(federation.names)}
     return Workers(lambda: in_worker(clients, experiment), steps, count, on_step)

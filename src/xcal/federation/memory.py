@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.distributed import BYTES
 from xcal.errors import UserError
 from xcal.federation.exchange import (
     ClientReport,
@@ -30,6 +32,7 @@ from xcal.federation.exchange import (
     shape_of,
 )
 from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
+from xcal.federation.masks import Masked
 from xcal.federation.request_refusals import Refused
 from xcal.methods.base import Method, save_state
 from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
@@ -37,6 +40,7 @@ from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: what older versions left out of a progress's fingerprint.
 _MACHINE = frozenset(("threads", "workers", "chunk", "device", "feature_cache_mb", "log"))
+_MASKED = "masked"  # the numbers that were sent under masks
 _STEP_BYTES = 400  # at most, of one step in an answer's text
 
 
@@ -48,6 +52,7 @@ class StoredReply:
     request: str  # digest of the request it answers
     state: dict[str, Any] | None
     reply: RoundReply
+    attempt: int = 0  # at the round's sum
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,21 @@ class RunMemory:
             "report": asdict(reply.report),
             "trace": [asdict(r) for r in reply.trace],
         }
+        tensors = reply.weights or {}
+        if self._request.sum is not None:
+            about["attempt"] = self._request.sum.attempt.number
+        if reply.masked is not None:
+            sent = reply.masked
+            about |= {
+                "masked": {
+                    "site": sent.site,
+                    "context": sent.context,
+                    "signature": sent.signature.hex(),
+                }
+            }
+            tensors = {_MASKED: torch.frombuffer(bytearray(sent.numbers), dtype=torch.uint8)}
         (self._folder / "room").unlink(missing_ok=True)
-        write_tensors(self._folder / "reply.safetensors", reply.weights or {}, about)
+        write_tensors(self._folder / "reply.safetensors", tensors, about)
         if (self._folder / "begun.json").exists():
             # An older answer put back would else make this round one that was never answered.
             self._write_begun({**asdict(self._begun()), "answered": self._request.round})
@@ -102,7 +120,8 @@ class RunMemory:
 
     def hold_room(self, weights: Weights, steps: int) -> None:
         """Take the disk space of the answer now: a full disk must not cost a round's budget."""
-        size = sum(v.numel() * v.element_size() for v in weights.values())
+        least = 0 if self._request.sum is None else BYTES
+        size = sum(v.numel() * max(v.element_size(), least) for v in weights.values())
         size += (1 << 16) + _STEP_BYTES * steps
         path = self._folder / "room"
         try:
@@ -226,12 +245,25 @@ class RunMemory:
 def _stored(tensors: dict[str, Tensor], about: dict[str, Any]) -> StoredReply | None:
     """A file that could be read as an answer; None if it does not say what an answer says."""
     try:
+        masked = None
+        if "masked" in about:
+            told, numbers = about["masked"], tensors.pop(_MASKED).numpy().tobytes()
+            masked = Masked(
+                told["site"], told["context"], numbers, bytes.fromhex(told["signature"])
+            )
         reply = RoundReply(
             ClientReport(**about["report"]),
             tensors or None,
             tuple(StepRecord(**r) for r in about["trace"]),
+            masked,
         )
-        return StoredReply(int(about["round"]), str(about["request"]), about["state"], reply)
+        return StoredReply(
+            int(about["round"]),
+            str(about["request"]),
+            about["state"],
+            reply,
+            int(about.get("attempt", 0)),
+        )
     except (TypeError, LookupError, ValueError, AttributeError):
         return None
 

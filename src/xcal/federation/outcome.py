@@ -146,6 +146,8 @@ def write_preamble(
             shared_groups=federation.shared_groups > 0,
             # Of a data set whose training images nobody here trains on it says nothing.
             groups_declared=parts is not None and federation.data.groups_declared,
+            sites=experiment.clients,
+            honest=experiment.honest_sites if experiment.trust == "masked" else None,
         )
     )
     write_json(folder.path / "statement.json", statement)
@@ -243,7 +245,7 @@ def finish(
         if experiment.maps == AUTO:
             explanations["choice"] = choice.as_dict()
     road = (explanations or {}).get("road", {})
-    private = federation.method.private
+    private, masked = federation.method.private, experiment.trust == "masked"
     central = federation.server_plan  # its unit is the client: a column of its own
     nominal = nominal_epsilon(federation.method, experiment)
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
@@ -256,7 +258,13 @@ def finish(
         "road_interval": road.get("interval"),
         "road_images": road.get("images"),
         "road_logit_percent": road.get("road_logit_percent"),
-        "epsilon_target": experiment.epsilon if private else None,
+        # What rests on other sites' noise is another guarantee: columns of its own.
+        "epsilon_target": experiment.epsilon if private and not masked else None,
+        **(
+            {"epsilon_masked": experiment.epsilon, "honest": experiment.honest_sites}
+            if masked
+            else {}
+        ),
         "epsilon_nominal": nominal,
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,

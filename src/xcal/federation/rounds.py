@@ -24,14 +24,17 @@ from xcal.federation.exchange import (
     Weights,
     load_weights,
     request_digest,
+    sum_terms,
 )
 from xcal.federation.loaded_site import LoadedSite, Pace
+from xcal.federation.masks import MaskKeys
 from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.preflight import check_findings
 from xcal.federation.request_refusals import Refused, naming
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
     Optimizer,
+    Sharing,
     StepAverage,
     StepContext,
     StepRecord,
@@ -52,8 +55,17 @@ class SetAside(BaseException):
     """
 
 
-def run_terms(run: str, unit: str, noise: str, method: Method, plan: Plan | None) -> RunTerms:
+def run_terms(
+    run: str,
+    unit: str,
+    noise: str,
+    method: Method,
+    plan: Plan | None,
+    experiment: Experiment | None = None,
+) -> RunTerms:
+    masked = experiment is not None and experiment.trust == "masked"
     return RunTerms(
+        honest=experiment.honest_sites if masked and experiment is not None else None,
         noise=noise,
         run=run,
         method=method.name,
@@ -94,12 +106,14 @@ def client_round(
             site.admit(ledger)
         memory = RunMemory(site.folder(request.run), request, digest)
         previous = memory.last_reply()
-        if previous is not None and previous.round > request.round:
+        number = 0 if request.sum is None else request.sum.attempt.number
+        asked = (request.round, number)
+        if previous is not None and (previous.round, previous.attempt) > asked:
             raise Refused(
                 "round-past",
                 f"Round {request.round} lies before the last one answered: refused.",
             )
-        if previous is not None and previous.round == request.round:
+        if previous is not None and (previous.round, previous.attempt) == asked:
             if previous.request != digest:
                 raise Refused(
                     "round-other-weights",
@@ -129,6 +143,7 @@ def _train(
             "round-not-own", f"Round {request.round} is not one of this client's own: refused."
         )
     plan = checked_plan(method, experiment, site.data.units, len(request.own_rounds))
+    masks, sharing = _sharing(request, weights, site, plan)
     if experiment.unit != site.data.unit:
         raise Refused(
             "unit-not-allowed",
@@ -145,7 +160,7 @@ def _train(
     load_weights(model, weights)  # before anything is reserved: bad weights must cost nothing
     # Also before: a method of the user's own may fail here.
     state = method.begin_round(method.load_state(previous.state if previous else None))
-    terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan)
+    terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan, experiment)
     if site.partition is not None and ledger.terms.of_real_people:
         site.partition.remember(site.site_dir)  # before the first charge
     seeded = site.noise.name == "seeded"
@@ -171,6 +186,8 @@ def _train(
         private=account is not None,
     )
     steps = experiment.local_epochs * -(-site.data.units // experiment.expected_batch_size)
+    if request.sum is not None:  # one step a round, by the number of the attempt
+        steps = request.sum.attempt.number + 1
     # Where an answer could not be kept, nothing is to be paid for it.
     memory.hold_room(weights, steps)
     site.remember(ledger.head)
@@ -178,10 +195,11 @@ def _train(
     split = _worth_keeping(site, model, method, feature_cache_mb)
     kept = site.data.cache_features(split, feature_cache_mb, rows)
     trace: list[StepRecord] = []
-    taken_up = memory.take_up(method, model, optimizer, tail)
+    # The one step of a sum is done whole or not at all.
+    taken_up = None if sharing is not None else memory.take_up(method, model, optimizer, tail)
     if taken_up is not None:
         state, trace = taken_up
-    first = len(trace)
+    first = len(trace) if request.sum is None else request.sum.attempt.number
     if account is not None:
         account.rewind(request.round, first)
 
@@ -195,7 +213,7 @@ def _train(
         client=site.client,
         method=method.name,
         round=request.round,
-        first_step=request.own_rounds.index(request.round) * steps,
+        first_step=request.own_rounds.index(request.round) * (steps if sharing is None else 1),
         model=model,
         engine=engine,
         data=site.data,
@@ -212,6 +230,7 @@ def _train(
         rows=rows,
         loss=site.loss,
         half=half_of(experiment),
+        sharing=sharing,
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)
@@ -238,16 +257,54 @@ def _train(
             # Where it cannot be kept it goes on: under secure noise it would be paid for again.
             if memory.save_progress(model, optimizer, tail, state, trace):
                 raise
-        if pace.due():
+        if sharing is None and pace.due():
             memory.save_progress(model, optimizer, tail, state, trace)
             pace.done()
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
     reply = RoundReply(report, tail.weights() if trace else None, tuple(trace))
+    if masks is not None and sharing is not None and request.sum is not None:
+        masked = None
+        for grid, numbers in sharing.given:
+            masked = masks.mask(request.sum.attempt, grid, numbers)
+        reply = RoundReply(report, None, tuple(trace), masked)
     site.remember(ledger.head)  # before the answer can leave: what it cost is not forgotten
     memory.save_reply(state, reply)
     return reply
+
+
+def _sharing(
+    request: RoundRequest, weights: Weights, site: LoadedSite, plan: Plan | None
+) -> tuple[MaskKeys | None, Sharing | None]:
+    """The masks and the public constants of the sum that is asked for; none of either is asked.
+
+    Refuses, before anything is reserved, what would leave this site with less noise than planned.
+    """
+    asked = request.sum
+    if (request.experiment.trust == "masked") != (asked is not None):
+        raise Refused("experiment-invalid", "A masked sum is asked for where trust says otherwise.")
+    if asked is None:
+        return None, None
+    attempt = asked.attempt
+    masks = site.masks
+    if masks is None or plan is None or attempt.round != request.round:
+        raise Refused("experiment-invalid", "This client takes no part in masked sums.")
+    if asked.sigma < plan.sigma_static or site.data.units > asked.units:
+        raise Refused(
+            "plan-refused",
+            f"A sum with a multiplier of {asked.sigma:g} for at most {asked.units} units a site is"
+            f" less than the {plan.sigma_static:g} that this client plans for its"
+            f" {site.data.units}.",
+        )
+    if attempt.terms != sum_terms(request.experiment, weights, asked.sigma, asked.units):
+        raise Refused("experiment-invalid", "The sum asked for is not that of these weights.")
+    honest = masks.roster.check(attempt)
+    sites = len(attempt.sites)
+    sharing = Sharing(
+        asked.sigma, sites, honest, asked.units, lambda grid: masks.check(attempt, grid)
+    )
+    return masks, sharing
 
 
 def half_of(experiment: Experiment) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
+from xcal.federation.masked import check_masked, refuse_masked
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_device, check_findings, check_network, unmeasured
@@ -91,6 +92,8 @@ class Federation:
     def steps_of_round(self, client: int) -> int:
         if self.parts is None:
             return 0  # how many units a client elsewhere has, it tells with its first answer
+        if self.experiment.trust == "masked":
+            return 1
         return self.experiment.local_epochs * -(
             -self.units(client) // self.experiment.expected_batch_size
         )
@@ -280,6 +283,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     `new`: the run has not begun, so sites given by path are asked whether they would admit it.
     """
     method = method_of(experiment)
+    check_masked(experiment, method)
     check_logger(experiment.log)
     check_views(experiment.views, experiment.augment)
     check_device(experiment.device)
@@ -400,6 +404,8 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
     makes its plan from the units it declares, and the server the same one from its first answer.
     """
     method = method_of(experiment)
+    refuse_masked(experiment)
+    check_masked(experiment, method)
     check_logger(experiment.log)
     if method.pooled or experiment.sites is not None:
         raise UserError(

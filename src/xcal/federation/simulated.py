@@ -9,6 +9,7 @@ from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms
 from xcal.federation.files import write_bytes
 from xcal.federation.folder import RunFolder
+from xcal.federation.masked import refuse_masked
 from xcal.federation.policy import Policy
 from xcal.federation.setup import Federation
 from xcal.federation.site_directory import SiteTable, commented
@@ -34,6 +35,7 @@ def make_sites(folder: RunFolder, federation: Federation, threads: int) -> None:
     client has answered before and its ledger is gone, nothing is made, and the client refuses.
     """
     experiment = federation.experiment
+    refuse_masked(experiment)
     found = folder.load_checkpoint()
     known = set(found[1]["heads"]) if found is not None else set()
     seeded = experiment.noise_source == "seeded"

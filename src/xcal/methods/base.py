@@ -15,8 +15,10 @@ from xcal.methods.context import StepContext, StepRecord
 if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
 
+# What only sums under masks use.
+MASKED_KEYS = frozenset({"trust", "honest"})
 # What only a guarantee uses.
-PRIVATE_KEYS = frozenset({"epsilon", "delta", "accountant", "max_grad_norm", "sites"})
+PRIVATE_KEYS = MASKED_KEYS | {"epsilon", "delta", "accountant", "max_grad_norm", "sites"}
 # Keys that every method uses.
 COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
 
@@ -76,10 +78,13 @@ class LocalMethod:
     parameters: type[Experiment] = Experiment
     """The common keys and the method's own, each with type, default and help."""
     ignores: frozenset[str] = frozenset()
+    sums_under_masks = False
+    """Whether its step is one sum that sites may share the noise of (`trust = "masked"`)."""
 
     @property
     def uses(self) -> frozenset[str]:
-        return frozenset(self.parameters.model_fields) - self.ignores
+        none = frozenset[str]() if self.sums_under_masks else MASKED_KEYS
+        return frozenset(self.parameters.model_fields) - self.ignores - none
 
     def load_state(self, saved: dict[str, Any] | None) -> Any:
         return None
@@ -210,4 +215,5 @@ def shape_of(experiment: Experiment, units: int, own_rounds: int) -> PlanShape:
         rounds=own_rounds,
         local_epochs=experiment.local_epochs,
         unit=experiment.privacy_unit,
+        steps_per_round=1 if experiment.trust == "masked" else None,
     )

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xcal.dp.account import Account
@@ -17,6 +19,7 @@ from xcal.dp.accounting import CostTable
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
 from xcal.dp.clipping.precision import double, exact_device
+from xcal.dp.distributed import ChargedShare, DistributedGrid, DistributedMechanism, Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
@@ -144,6 +147,24 @@ class ReplayKey:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """A sum that this step is a part of: among how many sites, and with whose noise.
+
+    All of it is public, and the same at every site.
+    """
+
+    sigma: float  # the multiplier that the honest sites' noise has together
+    sites: int
+    honest: int
+    units: int  # at most, at one site
+    check: Callable[[DistributedGrid], None]  # refuses, before anything is charged
+    given: list[tuple[DistributedGrid, NDArray[np.int64]]] = field(default_factory=list)
+
+    def grid(self, *parts: Part) -> DistributedGrid:
+        return DistributedGrid(parts, self.sites, self.honest, self.units)
+
+
+@dataclass(frozen=True)
 class StepContext:
     """The tools of one client in one round. Steps read it; only the model and account change."""
 
@@ -168,6 +189,7 @@ class StepContext:
     charges: list[int] = field(default_factory=list)  # the steps charged, in order
     loss: Loss | None = None  # one number per image; None: cross-entropy
     half: torch.dtype | None = None  # what products of passes without clipping are rounded to
+    sharing: Sharing | None = None  # where only a masked sum leaves, and sites share its noise
 
     @cached_property
     def frozen(self) -> str:
@@ -204,12 +226,32 @@ class StepContext:
         """
         if self.account is None:
             raise UnchargedRelease("A step would be charged, and its run has no account.")
+        if self.sharing is not None:
+            raise UnchargedRelease("A step would release by itself what sites release together.")
         mechanism = Mechanism(self.rate, sigma, releases, priced)
         charged = mechanism.charge(
             self.account,
             self.round,
             step,
             inputs=self.inputs(step, *settings),
+            noise=self.noise,
+            key=partial(self.key, step),
+        )
+        self.charges.append(step)
+        return charged
+
+    def charge_share(
+        self, step: int, grid: DistributedGrid, *, settings: tuple[object, ...]
+    ) -> ChargedShare:
+        """Pay for this site's part of a sum, durably, before anything is drawn."""
+        if self.account is None or self.sharing is None:
+            raise UnchargedRelease("A step would share its noise, and its run does not.")
+        self.sharing.check(grid)
+        charged = DistributedMechanism.of(self.rate, grid).charge(
+            self.account,
+            self.round,
+            step,
+            inputs=self.inputs(step, grid, *settings),
             noise=self.noise,
             key=partial(self.key, step),
         )

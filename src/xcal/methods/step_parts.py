@@ -12,13 +12,14 @@ from torch import Tensor
 from xcal.dp.clipping import Bound, ClippedSum, joined
 from xcal.dp.clipping.losses import per_sample
 from xcal.dp.clipping.precision import in_half, single
+from xcal.dp.distributed import Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.dp.sampling import filled_up
 from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import Components, SignalSettings, image_components
 from xcal.methods.client_data import Batch, Rows
-from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.context import Sharing, StepContext, StepRecord, trainable
 
 
 def sgd_step(context: StepContext, step: int) -> StepRecord:
@@ -136,6 +137,8 @@ def dp_step(
     other.
     """
     bound = bound or Bound(context.clip)
+    if context.sharing is not None:
+        return _shared_step(context, step, context.sharing, bound)
     charged = context.charge(
         step,
         (gradient_release(bound, sigma),),
@@ -146,6 +149,25 @@ def dp_step(
     sums = clipped_sum(context, batch, bound)
     release_gradient(context, charged, sums)
     return StepRecord(context.round, step, sigma, None, context.share_spent)
+
+
+def _shared_step(context: StepContext, step: int, sharing: Sharing, bound: Bound) -> StepRecord:
+    """The same sum, of which this site gives its part: whole numbers with its share of the noise.
+
+    They leave under masks only. What all sites' parts make is the server's to apply.
+    """
+    size = sum(p.numel() for p in trainable(context.model).values())
+    grid = sharing.grid(Part("gradient", size, bound.sensitivity, sharing.sigma))
+    charged = context.charge_share(step, grid, settings=(bound.norm, bound.geometry.digest()))
+    batch = charged.draw(context.data)
+    sums = clipped_sum(context, batch, bound)
+    # By name: a server that was resumed has its weights in another order.
+    flat = torch.cat([sums.gradients[n].reshape(-1) for n in sorted(trainable(context.model))])
+    numbers = charged.contribute(
+        {"gradient": flat}, sensitivities={"gradient": sums.bound.sensitivity}
+    )
+    sharing.given.append((grid, numbers))
+    return StepRecord(context.round, step, sharing.sigma, None, context.share_spent)
 
 
 def forward_with_components(

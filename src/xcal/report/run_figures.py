@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,15 @@ def _text(value: float | None, digits: int = 3) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}".replace("-", "−")
 
 
+def _masked_text(result: Mapping[str, Any]) -> str:
+    promised = result.get("epsilon_masked")
+    return NOTHING if promised is None else f"{epsilon_text(promised)}, {result['honest']}"
+
+
 def runs_table(runs: Sequence[RunView]) -> Table:
     # What a trusted server promises per client is never put into one column with record level.
     central = any(run.result.get("epsilon_client") is not None for run in runs)
+    masked = any(run.result.get("epsilon_masked") is not None for run in runs)
     rows = []
     for run in runs:
         r = run.result
@@ -111,6 +117,7 @@ def runs_table(runs: Sequence[RunView]) -> Table:
                 _text(r["road"]),
                 epsilon_text(r["epsilon_target"]),
                 *((epsilon_text(r.get("epsilon_client")),) if central else ()),
+                *((_masked_text(r),) if masked else ()),
                 _text(r["epsilon_paper"], 2),
                 r["unit"] or NOTHING,
                 _text(r["mean_sigma"]),
@@ -126,6 +133,7 @@ def runs_table(runs: Sequence[RunView]) -> Table:
         "ROAD",
         "ε proved",
         *(("ε per client, server trusted",) if central else ()),
+        *(("ε under masks, honest sites",) if masked else ()),
         "ε paper",
         "unit",
         "mean σ",

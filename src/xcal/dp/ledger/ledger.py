@@ -304,7 +304,10 @@ class Ledger:
         """Enter a run. The same terms again are accepted, others under its name refused."""
         self.check(run)
         if run.run not in self._runs:
-            self._append("run", asdict(run))
+            body = asdict(run)
+            if run.honest is None:  # as rows were before there were masks
+                del body["honest"]
+            self._append("run", body)
             self._runs[run.run] = run
 
     def check(self, run: RunTerms) -> None:
@@ -329,6 +332,12 @@ class Ledger:
                 self.path,
                 f"carries a limit, and the method {run.method!r} has no guarantee:"
                 " choose a method with one, or run without this site.",
+            )
+        if run.honest is not None and self.terms.order is not None and self.terms.order % 1:
+            raise refuse(
+                self.path,
+                f"sums costs at order {self.terms.order:g}, and those of shared noise are proved at"
+                " whole orders: choose trust = 'site'.",
             )
         if run.epsilon is not None and not covers(self.terms.unit, run.unit):
             raise refuse(

@@ -89,6 +89,7 @@ class RunTerms:
     accountant: str = "renyi"
     rate: float | None = None
     sigma: float | None = None
+    honest: int | None = None  # sites that share its noise under masks; None: all of it is its own
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,8 @@ def check_spending(rows: Sequence[Row]) -> Verification:
                 return bad(row, "charges a run whose plan exceeds its promise")
         elif run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
             return bad(row, "charges a run whose budget exceeds its promise")
+        if run.honest is not None and (by_count or run.order != int(run.order)):
+            return bad(row, "charges shared noise otherwise than at a whole order")
         expected = reference_cost(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")
