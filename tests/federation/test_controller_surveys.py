@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from xcal.federation.answer import answer
 from xcal.federation.nvflare.controller import XcalController
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped

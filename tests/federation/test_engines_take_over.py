@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import xcal
-from support import TINY, die_at, sets, xcal_environment, xcal_process
+from commands import die_at, xcal_environment, xcal_process
+from support import TINY, sets
 from xcal.dp.account import Account
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.experiments import make_experiment

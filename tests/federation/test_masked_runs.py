@@ -15,7 +15,8 @@ from scipy import stats
 from typer.testing import CliRunner
 
 import xcal
-from support import ROOT, TINY, sets, xcal_process
+from commands import xcal_process
+from support import ROOT, TINY, sets
 from xcal.cli.app import app
 from xcal.dp.accounting import reference_cost
 from xcal.dp.distributed import ChargedShare, DistributedGrid

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from support import tiny_site
+from made_sites import tiny_site
 from wire import a_request, ask, changed
 from xcal.federation import logbook
 from xcal.federation.loopback import Page, serve

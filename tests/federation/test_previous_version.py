@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from support import ROOT, tiny_site
+from made_sites import tiny_site
+from support import ROOT
 from wire import KEYS, a_request, ask
 from xcal.experiments import make_experiment
 from xcal.federation import messages

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from support import TINY, tiny_site
+from made_sites import tiny_site
+from support import TINY
 from wire import a_request, real
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
