@@ -94,9 +94,9 @@ def methods_part(console: Console, out: Path) -> list[str]:
     console.print()
     console.print(comparison(results))
     console.print(
-        "macro F1: mean over classes, test images. ROAD: how faithful Grad-CAM is, −0.5 to 0.5,"
-        " 95 % interval. ε proved: holds for what ran, whatever came before."
-        " ε spent: the client that spent most, by its ledger."
+        "macro F1: mean over classes, test images. ROAD: how faithful Grad-CAM is, −0.5 to 0.5."
+        " ε proved: of everything that a client released. ε spent: the client that spent most, by"
+        " its ledger. One seed ranks no methods."
     )
     runs = [out / method for method in METHODS]
     console.print("Drawing what each model looks at, and the page …")
@@ -138,12 +138,10 @@ def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
     for name in ("macro F1", "ROAD", "ε proved", "ε spent", "mean σ", "steps", "seconds"):
         table.add_column(name, justify="right")
     for method, result in results.items():
-        between = result.get("road_interval")
-        interval = "" if between is None else f" [{between[0]:.2f}, {between[1]:.2f}]"
         table.add_row(
             method,
             number(result["macro_f1"]),
-            number(result["road"], 2) + interval,
+            number(result["road"], 2),
             epsilon_text(result["epsilon_target"], result["epsilon_nominal"]),
             number(_spent(result), 2, "∞"),
             number(result["mean_sigma"], 2),
@@ -166,7 +164,7 @@ def _findings(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     best = max(private, key=lambda m: private[m]["macro_f1"])
     text = (
         f"macro F1 {private[best]['macro_f1']:.2f} at ε = {SETTINGS['epsilon']:g} ({best}),"
-        f" {plain['macro_f1']:.2f} without privacy; one seed ranks no methods"
+        f" {plain['macro_f1']:.2f} without privacy"
     )
     return [text]
 
