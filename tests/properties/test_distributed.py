@@ -199,3 +199,10 @@ def test_costs_are_proved_at_whole_orders_only(tmp_path: Path) -> None:
         mechanism.cost(8.5)
     with pytest.raises(ValueError, match="grid"):
         DistributedMechanism(0.1, mechanism.sigma, mechanism.releases)
+
+
+@pytest.mark.parametrize(("epsilon", "most"), [(0.5, 1.001), (5.0, 1.03)])
+def test_whole_orders_cost_little_more_noise(epsilon: float, most: float) -> None:
+    shape = PlanShape(epsilon, 1e-5, 3332, 32, 3150, steps_per_round=1)
+    any_order, whole = plan_static(shape), plan_static(shape, whole_orders=True)
+    assert 1 - 1e-5 <= whole.sigma_static / any_order.sigma_static <= most

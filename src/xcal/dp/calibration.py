@@ -222,7 +222,8 @@ def calibrate(
     """
     check_target(epsilon, delta)
     orders = WHOLE_ORDERS if whole_orders else ORDERS
-    coarse = orders[::8]
+    # Whole orders lie far apart where they are small: none of those is left out.
+    coarse = (*orders[:62], *orders[62::8]) if whole_orders else orders[::8]
     sigma, order = _smallest_sigma(rate, steps, epsilon, delta, coarse, (0.05, 0.1), 1e-3)
     k = orders.index(order)
     near = orders[max(0, k - 9) : k + 10]
