@@ -58,7 +58,8 @@ OPTIONS = {
     "rho": (0.0,),
     "count_noise": (30.0,),
 }
-UNRELEASED = {"fill", "reference"}  # inside a score; what released scores are held against
+# Inside a score; what released scores are held against; what a step's cost is a share of.
+UNRELEASED = {"fill", "reference", "shares"}
 LEVELS = {"level"}  # at the client or at the server: both are here
 GEOMETRY = {"protected": 0.3, "protection": 4.0}
 # Every method there is, and every option that it knows, one at a time: nothing is named twice.

@@ -363,9 +363,9 @@ def test_a_csv_that_is_missing(tmp_path: Path, invoke: Invoke, there: bool) -> N
 
 def test_every_kind_of_the_help_is_one(invoke: Invoke) -> None:
     shown = " ".join(invoke("data", "import", "--help")[1].replace("│", " ").split())
-    assert "auto, blood-cells, chest-xray14, isic, medmnist, csv or folders" in shown
+    assert "auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom" in shown
     assert set(get_args(Kind)) == set(
-        "auto blood-cells chest-xray14 isic medmnist csv folders".split()
+        "auto blood-cells chest-xray14 isic medmnist csv folders dicom".split()
     )
 
 
