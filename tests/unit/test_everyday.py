@@ -225,8 +225,8 @@ def test_the_preset_good_fits_itself_to_few_units(invoke: Invoke, tmp_path: Path
     units = min(
         c["units"] for c in json.loads((tmp_path / "run/result.json").read_text())["clients"]
     )
-    assert f"expected_batch_size = {units // 3}\n" in pinned
-    assert "a third of the units" in " ".join(out.split())
+    assert f"expected_batch_size = {units}\n" in pinned
+    assert "than the smallest client holds" in " ".join(out.split())
     code, _, err = invoke(
         "run", *words, "--set", "expected_batch_size=256", "--out", str(tmp_path / "own")
     )

@@ -116,7 +116,7 @@ def run_command(
         if fits != made.expected_batch_size:
             console.print(
                 f"expected_batch_size = {fits} instead of the preset's {made.expected_batch_size}:"
-                " at most a third of the units of the smallest client."
+                " no more than the smallest client holds."
             )
         folder = RunFolder.create(out, federation.experiment, sorted(given))
     again = f"Nothing is lost: continue with `xcal run --resume {folder.path}`."
