@@ -48,5 +48,5 @@ def test_without_tensorboard_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"xcal-fl\[loggers\]"):
+    with pytest.raises(UserError, match=r"whl\[loggers\]"):
         EventFile(tmp_path)

@@ -94,5 +94,5 @@ def test_without_the_extra_one_sentence_says_what_to_install(tmp_path, monkeypat
     for cls in ("a", "b"):
         (tmp_path / "set" / cls).mkdir(parents=True)
         (tmp_path / "set" / cls / "1.dcm").write_bytes(b"x" * 200)
-    with pytest.raises(UserError, match=r"xcal-fl\[dicom\]"):
+    with pytest.raises(UserError, match=r"whl\[dicom\]"):
         import_dataset(tmp_path / "set", pixels=16)

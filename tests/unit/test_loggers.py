@@ -154,7 +154,7 @@ def test_without_the_package_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     for keys in ({"log": name}, {"logger": name}):
-        with pytest.raises(UserError, match=rf"pip install 'xcal-fl\[{extra}\]'"):
+        with pytest.raises(UserError, match=rf"whl\[{extra}\]'"):
             xcal.run(tmp_path / "run", **QUICK, **keys)
     assert not (tmp_path / "run").exists()
 

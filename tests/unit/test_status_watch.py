@@ -51,7 +51,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def status(**changes: Any) -> None:
     federation.status_command(
-        **{"run": "r", "lead": Path(), "watch": True, "every": 0.0, "tensorboard": None, **changes}
+        **{"run": "r", "lead": Path(), "watch": True, "every": 0.0, "tensorboard": None}
+        | {"keep_going": False, **changes}
     )
 
 

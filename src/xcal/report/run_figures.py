@@ -88,7 +88,7 @@ def _so_far(folder: RunFolder, rounds: Sequence[dict[str, Any]]) -> dict[str, An
         "delta": experiment.delta if private else None,
         "unit": experiment.unit,
         "rounds": experiment.rounds,
-        "clients": [{**c, "steps": c.get("steps") or 0} for c in clients],
+        "clients": [{**c, "id": c["client"], "steps": c.get("steps") or 0} for c in clients],
     }
 
 
