@@ -150,7 +150,7 @@ def runs_table(runs: Sequence[RunView]) -> Table:
 
 def findings_table(runs: Sequence[RunView]) -> Table | None:
     """AUROC by finding, of runs that tell several at once; None where there are none."""
-    told = [(run.name, run.result.get("classification")) for run in runs]
+    told = [(run.name, run.result.get("classification") or {}) for run in runs]
     several = [(name, found) for name, found in told if found.get("auroc_per_finding")]
     if not several:
         return None
