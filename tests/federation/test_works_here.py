@@ -327,3 +327,16 @@ def test_a_backup_says_which_images_were_charged(tmp_path: Path, invoke: Invoke)
     assert code == 0 and "partition.json" in out
     kept, copy = site_dir / "partition.json", tmp_path / "copy" / "partition.json"
     assert copy.read_bytes() == kept.read_bytes()
+
+
+def test_several_findings_at_once_are_counted_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit with several findings would move a table by more than its sensitivity."""
+    site_dir = tiny_site(tmp_path, **COUNTS)
+    monkeypatch.setattr("xcal.data.images.Images.multi_label", property(lambda _: True))
+    said = counts(site_dir)
+    assert isinstance(said, Refusal) and said.code == "data"
+    assert runs(site_dir) == {}
+    with pytest.raises(UserError, match="several findings"):
+        held_out(SiteDirectory.open(site_dir), 16)

@@ -85,6 +85,8 @@ def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosu
             raise Refused(
                 "data", f"The lead knows {asked.classes} classes, and there are {own.classes} here."
             )
+        if own.images.multi_label:
+            raise Refused("data", "Counts by class are for sets of one class an image.")
         units = UnitTable.of(experiment.privacy_unit, own.images.groups)
 
     def sums() -> Sums:

@@ -40,6 +40,11 @@ def held_out(site: SiteDirectory, pixels: int | None) -> HeldOut:
             f"{data.name} has no {site.about.evaluate_on} images to hold out: import it with a"
             " split column, or set evaluate_on."
         )
+    if data.multi_label:
+        raise UserError(
+            f"{data.name} tells several findings at once, which pages on held-out images do not"
+            " show yet: leave out evaluate."
+        )
     known = data.group_name != RECORD_GROUPS
     # Numbers of groups mean the same group in every split of one set, and of no other.
     shared = np.intersect1d(data.train.groups, images.groups) if known else np.arange(0)
