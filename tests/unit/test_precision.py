@@ -67,6 +67,7 @@ def test_digests_of_runs_without_the_key_stay() -> None:
 
 
 def test_clients_elsewhere_refuse_it(invoke, tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
     words = sets(method="fl-dp", precision="bf16")
     code, _, err = invoke("run", *words, "--engine", "flower", "--out", str(tmp_path / "run"))
     assert code == 2 and "precision" in err and not (tmp_path / "run").exists()
