@@ -44,7 +44,6 @@ _LATER = (
     "public_validation_by",
     "workers",
     "log",
-    "maps",
     "precision",
     "trust",
     "honest",
@@ -79,7 +78,10 @@ BEFORE_THE_KEY: Mapping[str, Any] = {
     "accountant": "renyi",
     "loss": None,
     "pool_views": "none",
+    "whiten": 0.0,
+    "maps": "gradcam",
     "shares": "left",
+    "steering": "signal",  # `xcal` was then what is now `xcal-steered`
 }
 
 
@@ -124,10 +126,18 @@ class Experiment(BaseModel):
         " these stages, standardized by public constants in the weights file)",
         travels=True,
     )
-    pool_views: Literal["none", "turns", "mirrored-turns", "shifts"] = key(
-        "none",
+    pool_views: Literal["auto", "none", "turns", "mirrored-turns", "shifts"] = key(
+        "auto",
         description="whether the head reads the mean over views of an image: turns (four),"
-        " mirrored-turns (eight), or shifts (plain, mirrored, moved left and right, closer)",
+        " mirrored-turns (eight), or shifts (plain, mirrored, moved left and right, closer); auto:"
+        " xcal takes those that a set's symmetry allows, where only a head trains; else none",
+        travels=True,
+    )
+    whiten: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = key(
+        None,
+        description="a head that reads several stages: 0 reads them standardized; else whitened by"
+        " the covariance of public images, shrunk by so many times its mean eigenvalue; by default"
+        " xcal takes 3 where that was measured to help (docs/recipes.md), else 0",
         travels=True,
     )
     train: str = key(
@@ -214,7 +224,7 @@ class Experiment(BaseModel):
         "site",
         description="site: every site is protected by its own noise alone; masked: the server sees"
         " only the masked sum, one step a round, and sites share the noise, which rests on `honest`"
-        " of them (fl-dp, simulations)",
+        " of them (docs/guarantee.md §10)",
         travels=False,
     )
     honest: Whole | None = key(
@@ -292,11 +302,12 @@ class Experiment(BaseModel):
     ] = key(
         200, description="test images explained at the end, a fixed sample; or 'all'", travels=False
     )
-    maps: str = key(
-        "gradcam",
+    maps: str | None = key(
+        None,
         description="how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
         " occlusion, cell-occlusion, rise, two of them joined by +, or auto: the best by ROAD on"
-        " public validation images; rounds are always scored with gradcam",
+        " public validation images; rounds are always scored with gradcam; by default auto in xcal,"
+        " else gradcam",
         travels=False,
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
@@ -344,6 +355,11 @@ class Experiment(BaseModel):
         " result",
         travels=False,
     )
+
+    @property
+    def map_method(self) -> str:
+        """How answers are explained at the end, settled when an experiment is made."""
+        return self.maps or "gradcam"
 
     @property
     def noise_source(self) -> str:

@@ -23,7 +23,7 @@ from xcal.config import (
 )
 from xcal.errors import UserError
 from xcal.methods.registry import METHODS, get_method
-from xcal.presets import PRESETS
+from xcal.presets import PRESETS, left_to_the_method
 
 
 def experiment_type(method: str = "") -> type[Experiment]:
@@ -96,6 +96,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
     values = with_preset(values, where)
     try:
         made = kind(**values)
+        made = made.model_copy(update=left_to_the_method(dict(made)))
         made.model_fields_set.intersection_update(given)  # what a preset filled in was not given
     except ValidationError as error:
         first = error.errors()[0]

@@ -78,15 +78,24 @@ def _tight(given: Mapping[str, Any]) -> bool:
     return _place(given) < 2
 
 
-# EfficientNet-B0 with ImageNet weights, three clients: the rate at each ε, and what the head reads
-# the mean of. How they were chosen is told in docs/recipes.md.
+# EfficientNet-B0 with ImageNet weights, three clients: the rate at each ε, for one view of an image
+# and for the mean of several. How they were chosen is told in docs/recipes.md.
 _LARGE = {"expected_batch_size": 1024, "rounds": 20, "max_grad_norm": 8.0}
 _RATES: dict[str, tuple[float, float, float]] = {
+    "blood-cells": (0.003, 0.1, 0.5),
+    "chest-xray14": (0.003, 0.05, 0.2),
+    "ham10000": (0.003, 0.05, 1.0),
+}
+_POOLED_RATES: dict[str, tuple[float, float, float]] = {
     "blood-cells": (0.01, 0.05, 0.2),
     "chest-xray14": (0.003, 0.02, 0.1),
-    "ham10000": (0.003, 0.05, 0.5),
+    "ham10000": (0.003, 0.05, 0.2),
 }
-_POOLED = {"blood-cells": "turns", "chest-xray14": "shifts", "ham10000": "turns"}
+# Cells and moles have no upright; chests do.
+_SYMMETRY = {"blood-cells": "turns", "chest-xray14": "shifts", "ham10000": "turns"}
+# Where whitening helped, from this ε on: below, noise drowns the directions that it brings up.
+_WHITENED = frozenset({"blood-cells", "ham10000"})
+_SHRUNK = 3.0
 _OTHER = {"expected_batch_size": 256, "rounds": 20, "max_grad_norm": 8.0}
 _READS = "stages:4-6"
 _SCORED = 128  # drawn images a step that enter the signal: each costs two passes
@@ -97,9 +106,9 @@ def _good(given: Mapping[str, Any]) -> Keys:
     """What learnt best under noise per image, by data set and ε; a sensible start for other data.
 
     With published weights only the head trains: of a large network every other number would get
-    noise too. It reads the middle stages, standardized by public constants and, where a set's
-    symmetry is known, averaged over views. Without weights, it is the small network from scratch.
-    Batches shrink as clients grow in number, since each then holds less.
+    noise too. It reads the middle stages, standardized by public constants. Without weights, it is
+    the small network from scratch. Batches shrink as clients grow in number, since each then holds
+    less.
     """
     clients = given.get("clients", _CLIENTS)
     common = {
@@ -113,8 +122,12 @@ def _good(given: Mapping[str, Any]) -> Keys:
         lr = 1.5 if _tight(given) else 3.0
         return {**common, "network": "small", "rounds": 10, "expected_batch_size": 256, "lr": lr}
     data = str(given.get("data"))
+    pooled = given.get("pool_views", "auto")
+    if pooled == "auto":
+        pooled = _views(given.get("method", "xcal"), data)
     if data in _RATES:
-        recipe = {**_LARGE, "lr": _RATES[data][_place(given)]}
+        rates = _RATES if pooled == "none" else _POOLED_RATES
+        recipe = {**_LARGE, "lr": rates[data][_place(given)]}
     else:
         recipe = {**_OTHER, "lr": 0.05 if _tight(given) else 0.2}
     if isinstance(clients, int) and clients > _CLIENTS:
@@ -127,7 +140,6 @@ def _good(given: Mapping[str, Any]) -> Keys:
         **common,
         "network": network,
         "head_reads": _READS if network == "efficientnet_b0" else "last",
-        "pool_views": _POOLED.get(data, "none"),
         "norm": "frozen",
         "output_stride": 32,
         "pixels": 128,
@@ -140,6 +152,31 @@ def _good(given: Mapping[str, Any]) -> Keys:
         ),
         **recipe,
     }
+
+
+def _views(method: object, data: str) -> str:
+    """The views that `xcal` pools; others leave an image as it is."""
+    return _SYMMETRY.get(data, "none") if method == "xcal" else "none"
+
+
+def left_to_the_method(made: Mapping[str, Any]) -> Keys:
+    """What keys that were left open come to: in `xcal`, what was measured to help.
+
+    Views cost nothing where features of a frozen backbone are kept, and as many passes as there are
+    where more trains: there they are for the user to ask for.
+    """
+    ours = made["method"] == "xcal" and made["steering"] == "none"
+    head = ours and made["train"] == "head"
+    found: Keys = {}
+    if made["pool_views"] == "auto":
+        found["pool_views"] = _views(made["method"], made["data"]) if head else "none"
+    if made["whiten"] is None:
+        reads = made["head_reads"] != "last" and made["weights"] is not None
+        helps = made["data"] in _WHITENED and made["epsilon"] >= _BETWEEN[0]
+        found["whiten"] = _SHRUNK if head and reads and helps else 0.0
+    if made["maps"] is None:
+        found["maps"] = "auto" if ours else "gradcam"
+    return found
 
 
 def _scored_share(batch: Any) -> float:

@@ -181,6 +181,7 @@ def constants_command(
     head_reads: str = typer.Option("stages:4-6", help="What the head reads, as in an experiment."),
     network: str = typer.Option("efficientnet_b0", help="The network that the weights are of."),
     pool_views: str = typer.Option("none", help="As in an experiment."),
+    whiten: float = typer.Option(0.0, help="As in an experiment."),
 ) -> None:
     """Add the constants of a set's public validation images to a weights file.
 
@@ -200,6 +201,7 @@ def constants_command(
         "weights": str(weights),
         "head_reads": head_reads,
         "pool_views": pool_views,
+        "whiten": whiten,
     }
     experiment = make_experiment(keys, "the options")
     images = public_images(experiment)
@@ -207,5 +209,5 @@ def constants_command(
     typer.echo(
         f"{out} holds {weights.name} and constants of {len(images)} public images of {name}:"
         f" train with `--set weights={out} --set head_reads={head_reads}"
-        f"{'' if pool_views == 'none' else f' --set pool_views={pool_views}'}`."
+        f" --set pool_views={pool_views} --set whiten={whiten:g}`."
     )

@@ -67,9 +67,11 @@ def plan_command(
     ),
     rounds: int = typer.Option(30, help="Rounds T."),
     local_epochs: int = typer.Option(1, help="Local epochs E."),
-    kappa: float | None = typer.Option(None, help="xcal: price of the signal."),
-    w: float | None = typer.Option(None, help="xcal: how far the signal moves a step's share."),
-    clipping: str | None = typer.Option(None, help="xcal: 'fixed', or 'quantile'."),
+    kappa: float | None = typer.Option(None, help="xcal-steered: price of the signal."),
+    w: float | None = typer.Option(
+        None, help="xcal-steered: how far the signal moves a step's share."
+    ),
+    clipping: str | None = typer.Option(None, help="xcal-steered: 'fixed', or 'quantile'."),
     kappa_b: float | None = typer.Option(None, help="Quantile clipping: price of the count."),
     count_noise: float | None = typer.Option(None, help="adaptive-clip: σ_b of the count."),
     rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),

@@ -74,7 +74,6 @@ def run_command(
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
-    from xcal.federation.masked import refuse_masked
     from xcal.federation.setup import prepare
 
     if engine not in ENGINES:
@@ -99,8 +98,6 @@ def run_command(
         made, given = load_experiment(experiment, sets)
         if engine == "flower" and made.sites is not None:
             raise UserError("Flower's simulation makes sites of its own: leave out sites.")
-        if engine == "flower":
-            refuse_masked(made)
         if engine == "flower" and made.only_local is not None:
             raise UserError(
                 "Flower's clients train with cross-entropy in single precision: leave out"

@@ -249,6 +249,15 @@ def show_command(
         console.print(f"  {entry['time']} {entry['code']}: {''.join(last)}", highlight=False)
 
 
+@app.command("key")
+def key_command(site_dir: Path = typer.Argument(..., help="A site directory.")) -> None:
+    """Print the public key that other sites know this one by: a line of their roster.toml."""
+    from xcal.federation.site_directory import SiteDirectory
+    from xcal.federation.site_identity import public_key
+
+    typer.echo(f'"{SiteDirectory.open(site_dir).name}" = "{public_key(site_dir).hex()}"')
+
+
 @app.command("check")
 def check_command(site_dir: Path = typer.Argument(..., help="A site directory.")) -> None:
     """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""

@@ -261,7 +261,7 @@ def _score(
 ) -> Tensor:
     value = (alpha * drop + beta * margin) * concentration**gamma
     # 0^0 is 1, but where nothing was covered there is nothing to score.
-    usable = torch.isfinite(value) & (concentration > 0)
+    usable = torch.isfinite(value) & torch.isfinite(concentration) & (concentration > 0)
     return torch.where(usable, value, 0).clamp(0, 1)
 
 

@@ -28,14 +28,17 @@ from xcal.federation.exchange import (
 )
 from xcal.federation.loaded_site import Held, keep_freed_memory, torch_threads
 from xcal.federation.logbook import note
+from xcal.federation.masked import under_masks
 from xcal.federation.messages import (
     Disclosure,
+    Introduction,
     Refusal,
     Reply,
     Request,
     StatisticsRequest,
     decode_request,
     encode_disclosure,
+    encode_introduction,
     encode_refusal,
     encode_reply,
     fields_of,
@@ -46,6 +49,7 @@ from xcal.federation.preflight import check_network
 from xcal.federation.request_refusals import Refused, naming, paid_so_far
 from xcal.federation.rounds import OnStep, client_round, run_terms
 from xcal.federation.site_directory import Owner, SiteDirectory, logged
+from xcal.federation.site_identity import mask_keys, read_roster
 from xcal.methods.base import CentralMethod
 from xcal.methods.registry import checked_plan, method_of
 from xcal.plugins import OwnCodeError, blamed
@@ -91,8 +95,15 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
             about |= {"round": asked.round}
             with naming("experiment-invalid"):
                 experiment = opened.experiment(asked.experiment, asked.initial_seed)
+            if asked.keys or asked.sum is not None:
+                with naming("site"):
+                    roster = read_roster(site_dir)
+                with naming("experiment-invalid"):
+                    experiment = under_masks(experiment, roster)
+            if asked.keys:
+                return _introduced(opened, asked, experiment)
         request = RoundRequest(
-            asked.run, asked.round, asked.own_rounds, experiment, asked.validation_losses
+            asked.run, asked.round, asked.own_rounds, experiment, asked.validation_losses, asked.sum
         )
         question = Question(asked.client, request, asked.weights, asked.head, asked.frozen)
         reply = Reply(client, asked.run, asked.round, respond(opened, question, on_step))
@@ -112,6 +123,34 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
     data = encode_refusal(Refusal(client, code))
     if opened is not None:
         opened.log_message("sent", "refusal", fields_of(data))
+    return data
+
+
+def _introduced(site: SiteDirectory, asked: Request, experiment: Experiment) -> bytes:
+    """The keys of a site that would take part in a run's masked sums; nothing is reserved.
+
+    After the last round it forgets the run's secret: nobody can take its masks off any more.
+    """
+    if asked.client != site.name:
+        raise Refused("wrong-client", f"The request is for {asked.client!r}.")
+    admit_experiment(site.policy, experiment)
+    with naming("data"):
+        held = site.hold(experiment).site
+    with naming("site"):
+        keys = mask_keys(site.path, held.folder(asked.run), asked.run, site.name)
+        told = keys.announce()
+        if asked.round >= experiment.rounds:
+            keys.forget()
+    made = Introduction(
+        site.name,
+        asked.run,
+        held.data.units,
+        keys.roster.keys[site.name].hex(),
+        told.key.hex(),
+        told.signature.hex(),
+    )
+    data = encode_introduction(made)
+    site.log_message("sent", "introduction", fields_of(data))
     return data
 
 

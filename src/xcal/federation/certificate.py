@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
 from xcal.dp.ledger.rows import Head, check_head, read_rows, terms_of, verify
@@ -27,8 +26,9 @@ from xcal.errors import UserError
 from xcal.federation.disclosure import is_own
 from xcal.federation.files import read_json
 from xcal.federation.site_directory import SiteDirectory
+from xcal.federation.site_identity import KEY as KEY
+from xcal.federation.site_identity import site_key
 
-KEY = "certificate.key"
 MAX_BYTES = 16 << 20
 _SIGNED = re.compile(
     rb"\n<!-- xcal-signature key ([A-Za-z0-9+/=]{44}) signature ([A-Za-z0-9+/=]{88}) -->\n\Z"
@@ -36,33 +36,6 @@ _SIGNED = re.compile(
 _FACTS = re.compile(
     rb'<script type="application/json" id="xcal-certificate">(.*?)</script>', re.DOTALL
 )
-
-
-def site_key(site_dir: Path) -> Ed25519PrivateKey:
-    """The site's key, made at its first use; its owner alone can read it."""
-    path = site_dir / KEY
-    try:
-        if not path.exists():
-            made = Ed25519PrivateKey.generate().private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(handle, "wb") as file:
-                file.write(made)
-                file.flush()
-                os.fsync(file.fileno())
-        if path.stat().st_mode & 0o077:
-            raise UserError(f"{path} can be read by others: chmod 600 it.")
-        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError):
-        raise UserError(
-            f"{path} cannot be used: put the site's key back, or move it away."
-        ) from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UserError(f"{path} is no Ed25519 key: put the site's key back, or move it away.")
-    return key
 
 
 def _raw(key: Ed25519PublicKey) -> bytes:

@@ -29,12 +29,15 @@ NAMES = {
     "auroc": "AUROC",
     "calibration_error": "calibration error (ECE)",
 }
+# Read on a phone too: as wide as it is, and only tables may be moved sideways.
+HEAD = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+WIDE = ".wide{overflow-x:auto}@media(max-width:40rem){.wide{font-size:.85rem}}"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
     "color:#111;background:#fff}table{border-collapse:collapse;margin:.5rem 0 1.5rem}"
     "th,td{border:1px solid #999;padding:.25rem .6rem;text-align:right}"
     "th:first-child,td:first-child{text-align:left}figure{display:inline-block;margin:.5rem}"
-    "figcaption{font-size:.85rem;max-width:16rem}img{width:8rem;image-rendering:pixelated}"
+    "figcaption{font-size:.85rem;max-width:16rem}img{width:8rem;image-rendering:pixelated}" + WIDE
 )
 
 
@@ -45,7 +48,8 @@ def safe(value: object) -> str:
 def table_html(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     titles = "".join(f"<th scope=col>{safe(head)}</th>" for head in heads)
     body = "".join("<tr>" + "".join(f"<td>{safe(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=wide tabindex=0>{table}</div>"
 
 
 def _number(value: float | None) -> str:
@@ -102,7 +106,7 @@ def write_page(
         parts += [f"<h2>By {safe(column)}</h2>", _subgroup_table(column, who, values)]
     parts += ["<h2>What the model looked at</h2>", _explanations(measured)]
     page = (
-        f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{safe(run)} at"
+        f"<!doctype html>\n<html lang=en><head>{HEAD}<title>{safe(run)} at"
         f" {safe(site)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     write_bytes(path, page.encode())

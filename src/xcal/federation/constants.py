@@ -24,7 +24,7 @@ from xcal.federation.files import write_tensors
 from xcal.federation.setup import AGREE, DATA_SEED, may_measure
 from xcal.models.backbone import Split
 from xcal.models.model_registry import build_network
-from xcal.models.probe import CONSTANTS, constants_of
+from xcal.models.probe import CONSTANTS, TURN, constants_of, whitening
 from xcal.models.views import OverViews
 from xcal.models.weights import load_published, read_weights
 
@@ -52,6 +52,8 @@ def with_constants(experiment: Experiment) -> Experiment:
     state.update(experiment.head_reads.encode())
     if experiment.pool_views != "none":  # means over views vary less than what they are means of
         state.update(experiment.pool_views.encode())
+    if experiment.whiten:
+        state.update(f"whiten {experiment.whiten}".encode())
     name = f"{experiment.data.replace(':', '.')}-{experiment.pixels}px"
     path = data_root() / "weights" / f"{name}-{state.hexdigest()[:16]}.safetensors"
     if not path.exists():
@@ -85,13 +87,13 @@ def write_constants(experiment: Experiment, images: Images, path: Path) -> None:
             "Constants are for a head that reads several stages of published weights: give weights"
             " and head_reads = 'stages:a-b'."
         )
-    plain = {"weights": None, "pool_views": "none"}
+    plain = {"weights": None, "pool_views": "none", "whiten": 0.0}
     network = build_network(experiment.model_copy(update=plain), 2).eval()
     neutral = {name: network.state_dict()[name] for name in CONSTANTS}
     published = {
         name: tensor.contiguous()
         for name, tensor in read_weights(Path(experiment.weights)).items()
-        if name not in CONSTANTS
+        if name not in (*CONSTANTS, TURN)
     }
     load_published(network, {**published, **neutral})
     if experiment.pool_views != "none":
@@ -105,5 +107,7 @@ def write_constants(experiment: Experiment, images: Images, path: Path) -> None:
         ]
     )
     constants = dict(zip(CONSTANTS, constants_of(pooled), strict=True))
+    if experiment.whiten:
+        constants[TURN] = whitening(pooled, experiment.whiten)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(path, {**published, **constants}, {"head_reads": experiment.head_reads})

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from xcal.dp.distributed import BYTES
 from xcal.dp.ledger.rows import Head
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
@@ -31,6 +32,7 @@ from xcal.federation.messages import (
     EDITIONS,
     MAX_HEADER,
     VERSION,
+    Introduction,
     Refusal,
     Reply,
     Request,
@@ -118,7 +120,7 @@ class Remote:
         self._carrier = carrier
         self._model = model
         self._frozen = frozen_digest(model)
-        size = sum(p.numel() * p.element_size() for p in trainable(model).values())
+        size = sum(p.numel() * max(p.element_size(), BYTES) for p in trainable(model).values())
         self._largest = size + 2 * MAX_HEADER  # no honest answer is longer
         self._progress = progress or NullCallback()
         self._spoken: dict[str, str] = {}  # the edition of clients that are of another
@@ -168,7 +170,27 @@ class Remote:
             head=question.head,
             weights=question.weights,
             validation_losses=asked.validation_losses,
+            sum=asked.sum,
         )
+
+    def introductions(
+        self, round_number: int, questions: Sequence[Question], timeout: float | None
+    ) -> dict[str, Introduction | Refusal | None]:
+        """The clients' keys for masked sums, and how many units they have."""
+        asked = {q.client: replace(self._request(q), keys=True, weights={}) for q in questions}
+        messages = {client: encode_request(request) for client, request in asked.items()}
+        came = self._carrier.exchange(round_number, messages, timeout)
+        return {c: self._introduction(r, came[c]) if c in came else None for c, r in asked.items()}
+
+    def _introduction(self, asked: Request, data: bytes) -> Introduction | Refusal:
+        try:
+            got = decode_answer(data, 2 * MAX_HEADER)
+        except Refused as error:
+            return Refusal(asked.client, error.code)
+        if isinstance(got, Refusal):
+            return Refusal(asked.client, got.code, got.version)
+        fits = isinstance(got, Introduction) and (got.client, got.run) == (asked.client, asked.run)
+        return got if isinstance(got, Introduction) and fits else Refusal(asked.client, "malformed")
 
     def _read(self, question: Question, data: bytes) -> Answer:
         """An answer as it came, or the refusal it amounts to: a client may send anything."""
@@ -380,7 +402,10 @@ class Coordinator:
         missing: list[str],
         refused: Mapping[str, Refusal],
     ) -> None:
-        needed = min(self.federation.experiment.quorum or asked, asked)
+        experiment = self.federation.experiment
+        # A sum is made of all who take part in it; who may be missing, its sites decide.
+        least = experiment.honest_sites if experiment.trust == "masked" else asked
+        needed = min(experiment.quorum or least, asked)
         if answered >= needed:
             return
         why = [f"no answer from {', '.join(missing)}"] if missing else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import travels
-from xcal.federation.masks import Attempt, Masked
+from xcal.federation.masks import Announcement, Attempt, Masked
 from xcal.federation.request_refusals import Refused
 from xcal.methods.context import StepRecord, digest_tensors, trainable
 
@@ -25,6 +26,8 @@ class SumRequest:
     attempt: Attempt
     sigma: float  # the multiplier of the honest sites' noise together: the largest of any plan
     units: int  # at most, at one site
+    clip: float  # C of this round: the configured one, or one that follows earlier sums
+    announced: tuple[Announcement, ...] = ()  # of all sites, where they are elsewhere
 
 
 @dataclass(frozen=True)
@@ -112,15 +115,23 @@ def shape_of(experiment: Experiment, *, to_the_bit: bool = False) -> str:
     kept = _OWN_SHAPE | (_ORDER_OF_SUMS if to_the_bit else frozenset())
     kind = type(experiment)
     defaults = {k: f.get_default() for k, f in kind.model_fields.items()}
-    found = experiment.resolved().items()
+    found = experiment.resolved()
+    if experiment.trust == "masked":  # however it was said
+        found["honest"] = experiment.honest_sites
     return repr(
-        sorted((k, v) for k, v in found if v != defaults[k] and (k in kept or travels(kind, k)))
+        sorted(
+            (k, v) for k, v in found.items() if v != defaults[k] and (k in kept or travels(kind, k))
+        )
     )
 
 
-def sum_terms(experiment: Experiment, weights: Weights, sigma: float, units: int) -> str:
-    """Digest of all that is public of a sum beside who takes part in it."""
-    known = repr((digest_tensors(sorted(weights.items())), sigma, units, experiment.identity()))
+def sum_terms(
+    experiment: Experiment, weights: Weights, sigma: float, units: int, clip: float
+) -> str:
+    """Digest of all that is public of a sum beside who takes part in it: the same at all sites."""
+    sent = {k: v for k, v in experiment.resolved().items() if travels(type(experiment), k)}
+    public = json.dumps(sent, sort_keys=True, default=list)
+    known = repr((digest_tensors(sorted(weights.items())), sigma, units, clip, public))
     return hashlib.sha256(known.encode()).hexdigest()
 
 

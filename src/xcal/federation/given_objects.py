@@ -17,6 +17,7 @@ from xcal.data.given_data import image_data
 from xcal.data.images import ImageData
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, names_of_today
+from xcal.federation.constants import with_constants
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import Progress, run_experiment
 from xcal.federation.loggers import Logger
@@ -62,7 +63,7 @@ def run_given(
         chosen["pixels"] = objects["data"].train.pixels.shape[1]
     experiment = make_experiment({**keys, **chosen}, "xcal.run")
     with given(objects_of(experiment, objects)):
-        federation = prepare(experiment)  # refuse before DIR is made
+        federation = prepare(with_constants(experiment))  # refuse before DIR is made
         folder = RunFolder.create(out, federation.experiment, sorted({**keys, **chosen}))
         return run_experiment(folder, progress, federation, logger=logger)
 

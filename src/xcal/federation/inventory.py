@@ -15,7 +15,7 @@ class Field:
     """One field of a client's messages."""
 
     name: str  # as `messages.fields_of` names it
-    message: str  # reply, refusal, disclosure, several of them, or all
+    message: str  # reply, refusal, disclosure, introduction, several of them, or all
     what: str
     kind: Literal["charged", "function of releases", "public"]
     why: str  # the event that pays for it, or the reason why it is public
@@ -32,9 +32,17 @@ SIGNAL = "the ledger's charge of every step that releases a signal, jointly with
 INVENTORY: tuple[Field, ...] = (
     Field("format", "all", "version of the message format", "public", "a constant of the program"),
     Field("version", "all", "version of the program", "public", "a constant of the program"),
-    Field("kind", "all", "reply, refusal or disclosure", "public", "which of them this is"),
+    Field(
+        "kind",
+        "all",
+        "reply, refusal, disclosure or introduction",
+        "public",
+        "which of them this is",
+    ),
     Field("client", "all", "the client's name", "public", "known since it joined"),
-    Field("run", "reply, disclosure", "the run's name", "public", "repeats the request"),
+    Field(
+        "run", "reply, disclosure, introduction", "the run's name", "public", "repeats the request"
+    ),
     Field("round", "reply", "the round", "public", "repeats the request"),
     Field(
         "trained",
@@ -44,6 +52,28 @@ INVENTORY: tuple[Field, ...] = (
         "follows from the filter, whose costs depend on earlier releases only",
     ),
     Field("weights", "reply", "the model after the client's steps", "charged", CHARGED),
+    Field(
+        "numbers",
+        "reply",
+        "under masks, in place of weights: the rounded gradient sum (and count) with the client's"
+        " share of the noise, masked",
+        "charged",
+        "the ledger's charge of the attempt; alone it is uniformly random to who has not all parts",
+    ),
+    Field(
+        "masked.context",
+        "reply",
+        "which attempt the numbers are for",
+        "public",
+        "a digest of what the request says",
+    ),
+    Field(
+        "masked.signature",
+        "reply",
+        "the client's signature of attempt and numbers",
+        "public",
+        "a function of what is sent",
+    ),
     Field("report.client", "reply", "the client's name", "public", "known since it joined"),
     Field(
         "report.units",
@@ -170,6 +200,30 @@ INVENTORY: tuple[Field, ...] = (
     Field("noise", "disclosure", "the deviation of that noise", "public", "follows from ε and δ"),
     Field("epsilon", "disclosure", "what the tables cost", "public", "the request, or the policy"),
     Field("delta", "disclosure", "what the tables cost", "public", "the request, or the policy"),
+    Field(
+        "units",
+        "introduction",
+        "number of units n",
+        "public",
+        "as `report.units`: sums are planned by the site that has most",
+    ),
+    Field(
+        "identity",
+        "introduction",
+        "the public key that the client signs with",
+        "public",
+        "as other sites know it from its owner",
+    ),
+    Field(
+        "key", "introduction", "the run's public key of its masks", "public", "made of randomness"
+    ),
+    Field(
+        "signature",
+        "introduction",
+        "the client's signature of run, roster and key",
+        "public",
+        "a function of what is public",
+    ),
     Field(
         "code",
         "refusal",

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from xcal.config import Experiment
+from xcal.dp.calibration import Plan
 from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.federation.admission import check_same_data, to_the_user
 from xcal.federation.answer import respond
 from xcal.federation.central import ServerSite, server_rule
-from xcal.federation.certificate import site_key
 from xcal.federation.coordinator import (
     Answer,
     Carrier,
@@ -29,13 +29,19 @@ from xcal.federation.coordinator import (
     Remote,
     Transport,
 )
-from xcal.federation.exchange import Question
+from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.loaded_site import Held, LoadedSite, keep_freed_memory, torch_threads
 from xcal.federation.loggers import Logged, Logger, make_logger
-from xcal.federation.masked import MaskedRounds, introduce, refuse_masked
-from xcal.federation.masks import MaskKeys, Roster
+from xcal.federation.masked import (
+    MaskedRounds,
+    announcements,
+    introduce,
+    introduced,
+    roster_of,
+)
+from xcal.federation.masks import Announcement, MaskKeys, Roster
 from xcal.federation.messages import Refusal
 from xcal.federation.outcome import finish as _finish
 from xcal.federation.outcome import public_subset, write_preamble
@@ -44,10 +50,12 @@ from xcal.federation.rounds import OnStep
 from xcal.federation.setup import Federation, ask_sites, prepare
 from xcal.federation.simulated import make_ledger
 from xcal.federation.site_directory import Owner, read_owner
+from xcal.federation.site_identity import site_key
 from xcal.federation.workers import Responder, Workers, worker_count
 from xcal.methods.client_data import LocalData
 from xcal.methods.feature_store import FeatureStore
 from xcal.methods.loss import loss_of
+from xcal.methods.registry import checked_plan
 from xcal.models.model_registry import build_network
 
 __all__ = ["InProcess", "NullCallback", "Progress", "public_subset", "run_experiment"]
@@ -190,8 +198,9 @@ def _run(
             else:
                 model = coordinator.run(transport)
     else:
-        refuse_masked(experiment)
-        model = coordinator.run(Remote(carrier, coordinator.model, progress))
+        remote = Remote(carrier, coordinator.model, progress)
+        masked = experiment.trust == "masked"
+        model = _run_masked_elsewhere(coordinator, remote) if masked else coordinator.run(remote)
     seconds = time.monotonic() - started
     server = rule.report(state.server)
     return _finish(folder, federation, model, state.reports, server, seconds, progress.measure)
@@ -212,20 +221,54 @@ def _run_masked(
     introduce(keys)
     for client in clients:
         client.held.site.masks = keys[client.name]
-    plans = [plan for plan in federation.plans if plan is not None]
-    model = coordinator.run(
-        MaskedRounds(
-            transport,
-            roster,
-            federation.experiment,
-            sigma=max(plan.sigma_static for plan in plans),
-            units=max(plan.units for plan in plans),
-            folder=folder.path,
-        )
-    )
+    model = coordinator.run(_masked_rounds(coordinator, transport, roster, federation.plans))
     for key in keys.values():
         key.forget()
     return model
+
+
+def _run_masked_elsewhere(coordinator: Coordinator, remote: Remote) -> nn.Module:
+    """The same with clients that have their keys, and rosters by their owners' word."""
+    folder, federation = coordinator.folder, coordinator.federation
+    experiment, run = federation.experiment, folder.about["run"]
+    owns = {name: federation.own_rounds(c) for c, name in enumerate(federation.names)}
+
+    def asked(number: int) -> list[Question]:
+        return [
+            Question(name, RoundRequest(run, number, own, experiment), {})
+            for name, own in owns.items()
+        ]
+
+    told = introduced(remote, asked(0), folder.path, experiment.round_timeout)
+    plans = [
+        checked_plan(federation.method, experiment, told[name].units, len(own))
+        for name, own in owns.items()
+    ]
+    roster = roster_of(run, told, experiment.honest_sites)
+    rounds = _masked_rounds(coordinator, remote, roster, plans, announcements(told))
+    model = coordinator.run(rounds)
+    remote.introductions(experiment.rounds, asked(experiment.rounds), experiment.round_timeout)
+    return model
+
+
+def _masked_rounds(
+    coordinator: Coordinator,
+    transport: Transport,
+    roster: Roster,
+    plans: Sequence[Plan | None],
+    announced: Sequence[Announcement] = (),
+) -> MaskedRounds:
+    known = [plan for plan in plans if plan is not None]
+    return MaskedRounds(
+        transport,
+        roster,
+        coordinator.federation.experiment,
+        coordinator.model,
+        sigma=max(plan.sigma_static for plan in known),
+        units=max(plan.units for plan in known),
+        folder=coordinator.folder.path,
+        announced=announced,
+    )
 
 
 def _transport(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,6 +130,10 @@ class Roster:
             return False
         return True
 
+    def knows(self, run: str, told: Announcement) -> bool:
+        """Whether that site signed this key for this run, and with this very roster in mind."""
+        return self.verify(told.site, told.signature, _announced(run, self, told.site, told.key))
+
 
 def _announced(run: str, roster: Roster, site: str, key: bytes) -> bytes:
     return _text("announcement", run, roster.digest, site, key.hex())
@@ -166,8 +170,7 @@ class MaskKeys:
         found = {}
         for name in others:
             told = announcements[name]
-            signed = _announced(self._run, self.roster, name, told.key)
-            if told.site != name or not self.roster.verify(name, told.signature, signed):
+            if told.site != name or not self.roster.knows(self._run, told):
                 raise MaskRefusal(f"The key that came as {name!r}'s is not signed by it.")
             try:
                 shared = self._secret.exchange(X25519PublicKey.from_public_bytes(told.key))
@@ -176,6 +179,9 @@ class MaskKeys:
             found[name] = shared
         if len({announcements[name].key for name in others}) < len(others):
             raise MaskRefusal("Two sites announced one key: each needs its own.")
+        own = announcements.get(self._site)
+        if own is not None and own.key != self._secret.public_key().public_bytes_raw():
+            raise MaskRefusal("The others were told another key of this site: start a new run.")
         self._peers = found
 
     def check(self, attempt: Attempt, grid: DistributedGrid) -> None:
@@ -197,11 +203,18 @@ class MaskKeys:
         if known is not None and known[0] != attempt.context:
             raise MaskRefusal("An attempt was answered already with other terms.")
 
-    def mask(self, attempt: Attempt, grid: DistributedGrid, numbers: NDArray[np.int64]) -> Masked:
+    def mask(
+        self,
+        attempt: Attempt,
+        grid: DistributedGrid,
+        numbers: NDArray[np.int64],
+        keep: Callable[[Masked], None] | None = None,
+    ) -> Masked:
         """What this site sends; recorded durably before it is handed out.
 
         Guarantee: under one key there is never a second value. The same again (seeded noise, or a
-        site that was killed before it sent) is the same message.
+        site that was killed before it sent) is the same message. `keep` keeps it, durably: a site
+        that knew it had answered, and not what, could neither send it nor draw anew.
         """
         self.check(attempt, grid)
         total = grid.wrap(numbers)
@@ -214,13 +227,16 @@ class MaskKeys:
         digest = hashlib.sha256(packed).hexdigest()
         position = (attempt.round, attempt.number)
         known = self._sent.get(position)
+        if known is not None and known != (attempt.context, digest):
+            raise MaskRefusal("An attempt was answered already with other numbers.")
+        signed = _signed(attempt, self._site, packed)
+        message = Masked(self._site, attempt.context, packed, self._identity.sign(signed))
+        if keep is not None:
+            keep(message)
         if known is None:
             _record(self._folder / SENT, position, attempt.context, digest)
             self._sent[position] = (attempt.context, digest)
-        elif known != (attempt.context, digest):
-            raise MaskRefusal("An attempt was answered already with other numbers.")
-        signed = _signed(attempt, self._site, packed)
-        return Masked(self._site, attempt.context, packed, self._identity.sign(signed))
+        return message
 
     def _stream(self, attempt: Attempt, grid: DistributedGrid, peer: str) -> Words:
         pair = sorted((self._site, peer))

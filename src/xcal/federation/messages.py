@@ -22,15 +22,25 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from xcal.config import Experiment
+from xcal.config import BEFORE_THE_KEY, Experiment
 from xcal.dp.ledger.rows import Head
-from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, names_of_today, travels
-from xcal.federation.exchange import ClientReport, RoundReply, Weights
+from xcal.experiments import (
+    KEYS,
+    LOCAL_KEYS,
+    experiment_type,
+    make_experiment,
+    names_of_today,
+    travels,
+)
+from xcal.federation.exchange import ClientReport, RoundReply, SumRequest, Weights
+from xcal.federation.masks import Announcement, Attempt, Masked
 from xcal.federation.request_refusals import CODES, Refused
 from xcal.methods.context import StepRecord, digest_tensors
+from xcal.methods.registry import method_of
 from xcal.version import VERSION
 
 FORMAT = 1
+NUMBERS = "numbers"  # the array of a reply that is a part of a masked sum
 
 """What this program speaks: it stands in every message and is read before anything else."""
 
@@ -47,8 +57,11 @@ class Edition:
 
 # The minor versions that are spoken here, as server and as site. A key that is added or gets
 # another default makes a new minor version, and the old one's entry says what it lacks.
-EDITIONS: dict[str, Edition] = {"0.1": Edition()}
-QUESTIONS = ("request", "final", "statistics")
+EDITIONS: dict[str, Edition] = {
+    "0.1": Edition({"pool_views": "none"}, unknown=frozenset({"steering", "whiten"})),
+    "0.2": Edition(),
+}
+QUESTIONS = ("request", "final", "keys", "statistics")
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -68,6 +81,8 @@ class Request:
     weights: Weights
     validation_losses: tuple[float, ...] = ()  # of earlier rounds, on public images
     final: bool = False  # the run is over: these are its model's weights, and nothing is trained
+    keys: bool = False  # asks for the key that hides the client's part of sums, and for no training
+    sum: SumRequest | None = None  # the round is one masked sum
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,18 @@ class Disclosure:
     noise: float | None = None  # the deviation on every entry
     epsilon: float | None = None
     delta: float | None = None
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """A client's answer before the first masked sum: its keys, and how many units it has."""
+
+    client: str
+    run: str
+    units: int
+    identity: str  # the public key it signs with
+    key: str  # of this run, for its masks
+    signature: str
 
 
 @dataclass(frozen=True)
@@ -138,8 +165,13 @@ def _carried(experiment: Mapping[str, Any], edition: str) -> dict[str, Any]:
     if ":" in str(experiment.get("method", "")):
         return dict(experiment)
     known, today = _defaults(edition), _defaults(edition_of(VERSION))
-    same = {k: known.get(k, today.get(k, _NOTHING)) for k in experiment}
-    return {k: v for k, v in experiment.items() if type(v) is not type(same[k]) or v != same[k]}
+    # What an older edition does not know it does as it did then; what no step looks at is not sent.
+    meant, newer = {**today, **BEFORE_THE_KEY, **known}, today.keys() - known.keys()
+    if newer:
+        newer -= method_of(make_experiment({k: experiment[k] for k in today})).uses
+    sent = {k: v for k, v in experiment.items() if k not in newer}
+    same = {k: meant.get(k, _NOTHING) for k in sent}
+    return {k: v for k, v in sent.items() if type(v) is not type(same[k]) or v != same[k]}
 
 
 _NOTHING = object()
@@ -183,11 +215,31 @@ def encode_request(request: Request, edition: str | None = None) -> bytes:
         "validation_losses": list(request.validation_losses),
         "weights_hash": digest_tensors(sorted(request.weights.items())),
     }
-    return _encode("final" if request.final else "request", values, request.weights)
+    if request.sum is not None:
+        values["sum"] = _sum_values(request.sum)
+    kind = "final" if request.final else "keys" if request.keys else "request"
+    return _encode(kind, values, request.weights)
+
+
+def _sum_values(asked: SumRequest) -> dict[str, Any]:
+    attempt = asked.attempt
+    return {
+        "number": attempt.number,
+        "sites": list(attempt.sites),
+        "terms": attempt.terms,
+        "sigma": asked.sigma,
+        "units": asked.units,
+        "clip": asked.clip,
+        "keys": {a.site: [a.key.hex(), a.signature.hex()] for a in asked.announced},
+    }
 
 
 def encode_statistics(request: StatisticsRequest) -> bytes:
     return _encode("statistics", {"edition": edition_of(VERSION), **asdict(request)}, {})
+
+
+def encode_introduction(introduction: Introduction) -> bytes:
+    return _encode("introduction", asdict(introduction), {})
 
 
 def encode_disclosure(disclosure: Disclosure) -> bytes:
@@ -207,7 +259,12 @@ def encode_reply(reply: Reply) -> bytes:
             f.name: [getattr(record, f.name) for record in answer.trace] for f in fields(StepRecord)
         },
     }
-    return _encode("reply", values, answer.weights or {})
+    if answer.masked is None:
+        return _encode("reply", values, answer.weights or {})
+    sent = answer.masked
+    values["masked"] = {"context": sent.context, "signature": sent.signature.hex()}
+    numbers = torch.frombuffer(bytearray(sent.numbers), dtype=torch.uint8)
+    return _encode("reply", values, {NUMBERS: numbers})
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
@@ -280,6 +337,9 @@ class _Fields:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
+
+    def has(self, name: str) -> bool:
+        return name in self._values
 
     def take(self, name: str, kind: type) -> Any:
         value = self._values.pop(name, self)
@@ -361,10 +421,11 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
     losses = found.take("validation_losses", list)
     if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in losses):
         raise _malformed("its validation losses are not numbers")
+    run, round_number = found.name("run"), found.count("round")
     request = Request(
         client=found.name("client"),
-        run=found.name("run"),
-        round=found.count("round"),
+        run=run,
+        round=round_number,
         own_rounds=tuple(own),
         experiment=experiment,
         initial_seed=found.count("initial_seed"),
@@ -373,6 +434,8 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
         weights=weights,
         validation_losses=tuple(float(x) for x in losses),
         final=kind == "final",
+        keys=kind == "keys",
+        sum=_sum(found, run, round_number) if found.has("sum") else None,
     )
     digest = found.digest("weights_hash")
     found.end()
@@ -383,6 +446,45 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
     if digest != found_digest:
         raise _malformed("its weights are not those of its hash")
     return request
+
+
+def _sum(found: _Fields, run: str, round_number: int) -> SumRequest:
+    inner = _Fields(found.take("sum", dict))
+    sites, keys = inner.take("sites", list), inner.take("keys", dict)
+    if not all(type(s) is str and _NAME.fullmatch(s) for s in (*sites, *keys)):
+        raise _malformed("its sum is not of sites")
+    announced = []
+    for site, told in keys.items():
+        try:
+            key, signature = (bytes.fromhex(text) for text in told)
+        except (TypeError, ValueError):
+            raise _malformed("a key of its sites is none") from None
+        announced.append(Announcement(site, key, signature))
+    attempt = Attempt(run, round_number, inner.count("number"), tuple(sites), inner.digest("terms"))
+    asked = SumRequest(
+        attempt,
+        inner.number("sigma"),
+        inner.count("units"),
+        inner.number("clip"),
+        tuple(announced),
+    )
+    inner.end()
+    return asked
+
+
+def _introduction(found: _Fields) -> Introduction:
+    made = Introduction(
+        client=found.name("client"),
+        run=found.name("run"),
+        units=found.count("units"),
+        identity=found.digest("identity"),
+        key=found.digest("key"),
+        signature=found.take("signature", str),
+    )
+    found.end()
+    if not re.fullmatch("[0-9a-f]{128}", made.signature) or made.units < 1:
+        raise _malformed("its signature is none, or it has no units")
+    return made
 
 
 def _statistics(found: _Fields) -> StatisticsRequest:
@@ -452,7 +554,7 @@ def _disclosure(found: _Fields) -> Disclosure:
 _TERMS = ("noise", "epsilon", "delta")
 
 
-def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure:
+def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure | Introduction:
     """A client's answer, for the server. Raises `Refused` where it is none."""
     kind, values, weights, version = _decode(data, limit)
     found = _Fields(values)
@@ -464,21 +566,37 @@ def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure:
         return refusal
     if kind == "disclosure":
         return _disclosure(found)
+    if kind == "introduction":
+        return _introduction(found)
     if kind != "reply":
         raise _malformed("it is not an answer")
     trained = found.take("trained", bool)
     report: ClientReport = _checked(_REPORT, ClientReport, found.take("report", dict))
     trace = _trace(found.take("trace", dict))
+    masked = _masked(found, report.client, weights) if found.has("masked") else None
     reply = Reply(
         client=found.name("client"),
         run=found.name("run"),
         round=found.count("round"),
-        answer=RoundReply(report, weights if trained else None, trace),
+        answer=RoundReply(report, weights if trained else None, trace, masked),
     )
     found.end()
     if report.client != reply.client or report.units < 1:
         raise _malformed("its report is another client's, or of no units")
     return reply
+
+
+def _masked(found: _Fields, client: str, arrays: Weights) -> Masked:
+    inner = _Fields(found.take("masked", dict))
+    context, signature = inner.digest("context"), inner.take("signature", str)
+    inner.end()
+    numbers = arrays.get(NUMBERS)
+    if numbers is None or len(arrays) > 1 or numbers.dtype != torch.uint8 or numbers.dim() != 1:
+        raise _malformed("its part of a sum is none")
+    try:
+        return Masked(client, context, numbers.numpy().tobytes(), bytes.fromhex(signature))
+    except ValueError:
+        raise _malformed("its signature is none") from None
 
 
 def fields_of(data: bytes) -> dict[str, int]:
@@ -492,4 +610,4 @@ def fields_of(data: bytes) -> dict[str, int]:
         else:
             found[name] = len(json.dumps(value))
     arrays = len(data) - 8 - int.from_bytes(data[:8], "little")
-    return {**found, "weights": arrays} if arrays else found
+    return {**found, NUMBERS if "masked" in values else "weights": arrays} if arrays else found

@@ -30,9 +30,9 @@ def notices(
             " max_grad_norm, or use `xcal.load(…).calibrated()`."
         )
     course = [
-        (int(r["round"]) + 1, float(r["validation_macro_f1"]))
-        for r in rounds
-        if r.get("validation_macro_f1") is not None
+        (r["round"] + 1, float(r["validation_macro_f1"]))
+        for r in rounds  # a line that was damaged says nothing
+        if type(r.get("round")) is int and type(r.get("validation_macro_f1")) in (int, float)
     ]
     if course:
         best, last = max(course, key=lambda point: point[1]), course[-1]

@@ -31,7 +31,6 @@ from xcal.federation.evaluation import (
     PublicImages,
     explain_road,
     explanation_metrics,
-    predict,
 )
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
@@ -39,6 +38,7 @@ from xcal.federation.notices import notices
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
 from xcal.methods.base import Method, nominal_epsilon
+from xcal.methods.feature_store import FeatureStore
 
 OnMeasure = Callable[[str, int, int], None]  # of what, how many are done, of how many
 
@@ -232,7 +232,7 @@ def finish(
             experiment,
             model,
             lambda: federation.data.validation,
-            experiment.maps,
+            experiment.map_method,
             partial(on_measure, "choosing a map"),
         )
         explanations = explanation_metrics(
@@ -242,7 +242,7 @@ def finish(
             maps_by=choice.method,
             on_images=partial(on_measure, "explanations"),
         )
-        if experiment.maps == AUTO:
+        if experiment.map_method == AUTO:
             explanations["choice"] = choice.as_dict()
     road = (explanations or {}).get("road", {})
     private, masked = federation.method.private, experiment.trust == "masked"
@@ -319,7 +319,11 @@ def measure_test(
     """The model's answers to the test images; of the right shape also where there are none."""
     images, classes = federation.data.test, len(federation.data.classes)
     if len(images):
-        return predict(model, images, device=federation.experiment.device, on_images=on_images)
+        # Asked once: features are worth keeping only where other runs share them.
+        shared = FeatureStore.of_environment() is not None
+        megabytes = federation.experiment.feature_cache_mb if shared else 0
+        public = PublicImages(images, federation.experiment.device, megabytes)
+        return public.predict(model, on_images)
     return no_predictions(classes, federation.data.multi_label)
 
 
@@ -343,8 +347,10 @@ def unused_keys(method: Method, given: Sequence[str]) -> list[str]:
 
 
 def _mean_sigma(folder: RunFolder) -> float | None:
-    sigmas = [line["sigma"] for line in folder.read_lines("trace.jsonl")]
-    return float(np.mean(sigmas)) if sigmas else None
+    """The mean over all steps; none where a line of the trace was damaged."""
+    sigmas = [line.get("sigma") for line in folder.read_lines("trace.jsonl")]
+    whole = all(type(sigma) in (int, float) for sigma in sigmas)
+    return float(np.mean(sigmas)) if sigmas and whole else None
 
 
 def _save_predictions(path: Path, images: Images, found: Predictions) -> None:

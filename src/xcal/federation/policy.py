@@ -40,7 +40,9 @@ class Policy(BaseModel):
     sigma_min: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.3, description="lowest noise multiplier of a step"
     )
-    methods: tuple[str, ...] = Field(("fl-dp", "xcal"), description="methods allowed")
+    methods: tuple[str, ...] = Field(
+        ("fl-dp", "xcal", "xcal-steered"), description="methods allowed"
+    )
     networks: tuple[str, ...] = Field(
         ("small", "resnet18", "efficientnet_b0"), description="networks allowed"
     )

@@ -74,7 +74,7 @@ def check_network(experiment: Experiment, classes: int, side: int) -> str | None
 
 def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | None:
     network, method = build_network(experiment, classes), method_of(experiment)
-    check_map(network, experiment.maps)
+    check_map(network, experiment.map_method)
     _check_answers(experiment, network, classes, side)
     if isinstance(method, ChecksNetwork):
         method.check_network(network, experiment)

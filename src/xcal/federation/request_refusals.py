@@ -14,6 +14,7 @@ from xcal.dp.ledger.ledger import LedgerExhausted
 from xcal.dp.ledger.rows import LedgerBusy, LedgerRefusal
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
+from xcal.federation.masks import MaskRefusal
 from xcal.plugins import OwnCodeError
 
 CODES: dict[str, str] = {
@@ -22,6 +23,7 @@ CODES: dict[str, str] = {
     "other-version": "server and client are of versions that do not fit; both numbers are told",
     "wrong-client": "the request is addressed to another client",
     "key-not-allowed": "the request sets a key that no server may set, such as noise or a seed",
+    "foreign-code": "the job brings code, or names a class that the client does not run",
     "experiment-invalid": "the request's keys are not an experiment this version accepts",
     "method-not-allowed": "the client's policy does not allow this method",
     "network-not-allowed": "the client's policy does not allow this network",
@@ -46,6 +48,7 @@ CODES: dict[str, str] = {
     "diverged": "training left the range of finite numbers",
     "uncharged": "a step of the method was not covered by what it was charged for",
     "network-dependent": "the network's answer to an image depends on others or on earlier ones",
+    "masks": "the client takes no part in this masked sum: its roster, a site's key or an attempt",
     "ledger": "the client's ledger does not admit it, or cannot be used",
     "busy": "the client is still at work on another request",
     "data": "the client's data cannot be had at what the request asks for",
@@ -101,5 +104,7 @@ def naming(code: str) -> Iterator[None]:
         raise Refused("internal" if code == "ledger" else code, str(error)) from error
     except DependentNetwork as error:
         raise Refused("network-dependent", str(error)) from error
+    except MaskRefusal as error:
+        raise Refused("masks", str(error)) from error
     except UserError as error:
         raise Refused(code, str(error)) from error

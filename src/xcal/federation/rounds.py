@@ -5,7 +5,9 @@ Engines come here only through `answer.respond`, which decides for the client.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ from xcal.federation.exchange import (
     sum_terms,
 )
 from xcal.federation.loaded_site import LoadedSite, Pace
-from xcal.federation.masks import MaskKeys
+from xcal.federation.masks import MaskKeys, MaskRefusal
 from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.preflight import check_findings
 from xcal.federation.request_refusals import Refused, naming
+from xcal.federation.site_identity import mask_keys, met
+from xcal.methods.adaptive_clip import LARGEST_CLIP, SMALLEST_CLIP
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
     Optimizer,
@@ -255,7 +259,7 @@ def _train(
             on_step(1)
         except SetAside:
             # Where it cannot be kept it goes on: under secure noise it would be paid for again.
-            if memory.save_progress(model, optimizer, tail, state, trace):
+            if sharing is None and memory.save_progress(model, optimizer, tail, state, trace):
                 raise
         if sharing is None and pace.due():
             memory.save_progress(model, optimizer, tail, state, trace)
@@ -263,13 +267,19 @@ def _train(
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
-    reply = RoundReply(report, tail.weights() if trace else None, tuple(trace))
-    if masks is not None and sharing is not None and request.sum is not None:
-        masked = None
-        for grid, numbers in sharing.given:
-            masked = masks.mask(request.sum.attempt, grid, numbers)
-        reply = RoundReply(report, None, tuple(trace), masked)
     site.remember(ledger.head)  # before the answer can leave: what it cost is not forgotten
+    if masks is not None and sharing is not None and request.sum is not None and sharing.given:
+        ((grid, numbers),) = sharing.given
+        hidden = RoundReply(report, None, tuple(trace))
+        masked = masks.mask(
+            request.sum.attempt,
+            grid,
+            numbers,
+            lambda message: memory.save_reply(state, replace(hidden, masked=message)),
+        )
+        return replace(hidden, masked=masked)
+    trained = sharing is None and bool(trace)
+    reply = RoundReply(report, tail.weights() if trained else None, tuple(trace))
     memory.save_reply(state, reply)
     return reply
 
@@ -287,22 +297,38 @@ def _sharing(
     if asked is None:
         return None, None
     attempt = asked.attempt
-    masks = site.masks
-    if masks is None or plan is None or attempt.round != request.round:
+    if plan is None or attempt.round != request.round:
         raise Refused("experiment-invalid", "This client takes no part in masked sums.")
-    if asked.sigma < plan.sigma_static or site.data.units > asked.units:
+    masks = site.masks
+    if masks is None:
+        own = mask_keys(site.site_dir, site.folder(request.run), request.run, site.client)
+        masks = met(own, asked.announced)
+    if masks.roster.honest != request.experiment.honest_sites:
+        raise MaskRefusal(
+            f"The run counts on {request.experiment.honest_sites} honest sites, and this site's"
+            f" roster on {masks.roster.honest}."
+        )
+    if not plan.sigma_static <= asked.sigma < math.inf or site.data.units > asked.units:
         raise Refused(
             "plan-refused",
             f"A sum with a multiplier of {asked.sigma:g} for at most {asked.units} units a site is"
             f" less than the {plan.sigma_static:g} that this client plans for its"
             f" {site.data.units}.",
         )
-    if attempt.terms != sum_terms(request.experiment, weights, asked.sigma, asked.units):
+    if not SMALLEST_CLIP <= asked.clip <= LARGEST_CLIP:
+        raise Refused("experiment-invalid", f"A clipping norm of {asked.clip} is none.")
+    terms = sum_terms(request.experiment, weights, asked.sigma, asked.units, asked.clip)
+    if attempt.terms != terms:
         raise Refused("experiment-invalid", "The sum asked for is not that of these weights.")
     honest = masks.roster.check(attempt)
     sites = len(attempt.sites)
     sharing = Sharing(
-        asked.sigma, sites, honest, asked.units, lambda grid: masks.check(attempt, grid)
+        asked.sigma,
+        sites,
+        honest,
+        asked.units,
+        asked.clip,
+        lambda grid: masks.check(attempt, grid),
     )
     return masks, sharing
 

@@ -21,7 +21,7 @@ from xcal.errors import UserError
 from xcal.federation.central import check_rule
 from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
-from xcal.federation.masked import check_masked, refuse_masked
+from xcal.federation.masked import check_masked
 from xcal.federation.partition_record import PartitionRecord
 from xcal.federation.policy import read_table, site_file
 from xcal.federation.preflight import check_device, check_findings, check_network, unmeasured
@@ -404,7 +404,6 @@ def prepare_remote(experiment: Experiment, names: Sequence[str]) -> Federation:
     makes its plan from the units it declares, and the server the same one from its first answer.
     """
     method = method_of(experiment)
-    refuse_masked(experiment)
     check_masked(experiment, method)
     check_logger(experiment.log)
     if method.pooled or experiment.sites is not None:

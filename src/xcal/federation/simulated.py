@@ -9,10 +9,11 @@ from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms
 from xcal.federation.files import write_bytes
 from xcal.federation.folder import RunFolder
-from xcal.federation.masked import refuse_masked
+from xcal.federation.masks import Roster
 from xcal.federation.policy import Policy
 from xcal.federation.setup import Federation
 from xcal.federation.site_directory import SiteTable, commented
+from xcal.federation.site_identity import ROSTER, public_key, roster_text
 
 
 def make_ledger(path: Path, federation: Federation, client: int) -> None:
@@ -35,7 +36,6 @@ def make_sites(folder: RunFolder, federation: Federation, threads: int) -> None:
     client has answered before and its ledger is gone, nothing is made, and the client refuses.
     """
     experiment = federation.experiment
-    refuse_masked(experiment)
     found = folder.load_checkpoint()
     known = set(found[1]["heads"]) if found is not None else set()
     seeded = experiment.noise_source == "seeded"
@@ -73,3 +73,9 @@ def make_sites(folder: RunFolder, federation: Federation, threads: int) -> None:
         site_dir.mkdir(parents=True, exist_ok=True)
         write_bytes(site_dir / "site.toml", commented(SiteTable(**keys)).encode())
         write_bytes(site_dir / "policy.toml", commented(policy).encode())
+    if experiment.trust == "masked":
+        sites = {name: folder.client_dir(name) for name in federation.names}
+        public = {name: public_key(site_dir) for name, site_dir in sites.items()}
+        text = roster_text(Roster(public, experiment.honest_sites))
+        for site_dir in sites.values():
+            write_bytes(site_dir / ROSTER, text.encode())

@@ -26,6 +26,7 @@ from xcal.federation.policy import looser_than_recommended, site_file
 from xcal.federation.preflight import check_device
 from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site_directory import SiteDirectory
+from xcal.federation.site_identity import ROSTER, public_key, read_roster
 from xcal.methods.client_data import TooManyUnits, check_declared_units
 
 Level = Literal["ok", "warning", "problem"]
@@ -47,8 +48,25 @@ def check_site(site_dir: SiteDirectory) -> list[Finding]:
         *_memory(site_dir),
         *check_data(site_dir),
         *_policy(site_dir),
+        *_roster(site_dir),
         *_modes(site_dir),
     ]
+
+
+def _roster(site_dir: SiteDirectory) -> list[Finding]:
+    """Whom it sums with under masks, if its owner wrote that down."""
+    if not (site_dir.path / ROSTER).exists():
+        return []
+    try:
+        roster = read_roster(site_dir.path)
+        if roster.keys.get(site_dir.name) != public_key(site_dir.path):
+            raise UserError(
+                f"{site_dir.path / ROSTER} has not this site's own key: `xcal site key` prints it"
+            )
+    except UserError as error:
+        return [Finding("problem", str(error))]
+    others = f"{roster.honest} of {len(roster.keys)} sites are taken for honest"
+    return [Finding("ok", f"{ROSTER}: {others}")]
 
 
 def _ledger(site_dir: SiteDirectory) -> list[Finding]:

@@ -9,21 +9,24 @@ With `level = "client"` a trusted server does the same with whole updates, one c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from xcal.config import Experiment, Positive, key
 from xcal.dp.accounting import COUNT_SENSITIVITY
 from xcal.dp.calibration import Plan, plan_fixed
 from xcal.dp.clipping import Bound, ClippedSum
+from xcal.dp.distributed import Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.errors import UserError
 from xcal.methods.base import LocalMethod, Method, QuantileParameters, shape_of
+from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.dp_fedavg import (
     RawUpdates,
@@ -32,11 +35,13 @@ from xcal.methods.dp_fedavg import (
     client_level_shape,
     private_mean,
 )
+from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import (
     clipped_sum,
     contributing_units,
     gradient_release,
     release_gradient,
+    shared_step,
 )
 
 # C stays a number that float32 can work with, whatever a long run of noise does to it.
@@ -96,6 +101,11 @@ def count_release(sigma_count: float) -> Release:
 def centered_count(norms: NDArray[np.float64], clip: float, counted: NDArray[np.bool_]) -> float:
     """Σ(1[norm ≤ C] − ½) over the counted units: zeroing one unit moves it by at most ½."""
     return float(np.where(norms <= clip, 0.5, -0.5)[counted].sum())
+
+
+def _within(sums: ClippedSum, batch: Batch) -> float:
+    counted = contributing_units(sums, batch)
+    return centered_count(sums.norms.cpu().numpy(), sums.bound.norm, counted)
 
 
 def release_fraction(
@@ -170,6 +180,7 @@ def _with_count(plan: Plan, rule: QuantileRule) -> Plan:
 class RecordQuantile(LocalMethod):
     name: str = "adaptive-clip"
     title: str = "Adaptive clipping"
+    sums_under_masks: bool = True
     parameters: type[Experiment] = AdaptiveClipParameters
 
     def variant(self, experiment: AdaptiveClipParameters) -> Method:
@@ -177,7 +188,7 @@ class RecordQuantile(LocalMethod):
         return ADAPTIVE_CLIP_AT_SERVER if experiment.level == "client" else self
 
     def plan(self, experiment: AdaptiveClipParameters, units: int, own_rounds: int) -> Plan:
-        plan = plan_fixed(shape_of(experiment, units, own_rounds), self.name, experiment.accountant)
+        plan = plan_constant(experiment, shape_of(experiment, units, own_rounds), self.name)
         return _with_count(plan, quantile_rule(experiment))
 
     def load_state(self, saved: dict[str, Any] | None) -> ClipState:
@@ -192,7 +203,27 @@ class RecordQuantile(LocalMethod):
         state: ClipState,
     ) -> tuple[ClipState, StepRecord]:
         rule = quantile_rule(experiment)
+        if context.sharing is not None:  # C comes with the request: the server has the counts
+            clip, sigma = context.sharing.clip, context.sharing.sigma
+            shared = self.shared_sum(experiment, context.model, sigma, clip)
+            record = shared_step(
+                context, step, shared, lambda sums, batch: {"count": _within(sums, batch)}
+            )
+            return state, replace(record, clip=clip)
         return quantile_step(context, step, rule, state, sigma_eff=plan.sigma_static)
+
+    def shared_sum(
+        self, experiment: AdaptiveClipParameters, model: nn.Module, sigma: float, clip: float
+    ) -> SharedSum:
+        """Gradient and count, one joint release of multiplier `sigma`."""
+        gradient, count = quantile_rule(experiment).multipliers(sigma)
+        part = Part("count", 1, COUNT_SENSITIVITY, count / COUNT_SENSITIVITY)
+        return gradient_sum(model, gradient, Bound(clip), part)
+
+    def following_clip(
+        self, experiment: AdaptiveClipParameters, clip: float, sums: Mapping[str, float]
+    ) -> float:
+        return quantile_rule(experiment).following(clip, 0.5 + sums["count"])
 
 
 @dataclass(frozen=True)

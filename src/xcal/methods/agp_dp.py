@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xcal.config import Experiment, key
-from xcal.dp.calibration import Plan, plan_fixed
+from xcal.dp.calibration import Plan
 from xcal.dp.clipping import PLAIN, Bound, Geometry
 from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
 from xcal.methods.base import LocalMethod, SparedParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import dp_step
 
 
@@ -193,13 +194,22 @@ class ChannelState:
 class ProtectedChannels(LocalMethod):
     name: str = "agp-dp"
     title: str = "AGP with a guarantee"
+    sums_under_masks: bool = True
     parameters: type[Experiment] = ChannelParameters
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        return plan_fixed(shape_of(experiment, units, own_rounds), self.name, experiment.accountant)
+        return plan_constant(experiment, shape_of(experiment, units, own_rounds), self.name)
 
     def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         check_channels(network, self.name)
+
+    def shared_sum(
+        self, experiment: ChannelParameters, model: nn.Module, sigma: float, clip: float
+    ) -> SharedSum:
+        """In the scaled space: there the noise is the same on every coordinate."""
+        rule = ChannelRule(experiment.protected, experiment.protection)
+        geometry = round_geometry(model, rule, rule.choose(model))
+        return gradient_sum(model, sigma, Bound(clip, geometry))
 
     def load_state(self, saved: dict[str, Any] | None) -> ChannelState:
         if saved is None or saved["channels"] is None:

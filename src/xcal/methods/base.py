@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -10,7 +10,9 @@ from torch import nn
 
 from xcal.config import Experiment, Positive, Share, Weight, key
 from xcal.dp.calibration import Plan, PlanShape
+from xcal.dp.clipping import Bound
 from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
@@ -94,6 +96,14 @@ class LocalMethod:
 
     def epsilon_paper(self, experiment: Any, plan: Plan | None, state: Any) -> float | None:
         return None
+
+    def shared_sum(self, experiment: Any, model: nn.Module, sigma: float, clip: float) -> SharedSum:
+        """What a masked round sums; `model` has the weights that everyone was sent."""
+        return gradient_sum(model, sigma, Bound(clip))
+
+    def following_clip(self, experiment: Any, clip: float, sums: Mapping[str, float]) -> float:
+        """C of the next masked round, from what was summed beside the gradient, over n·B."""
+        return clip
 
 
 @runtime_checkable

@@ -157,6 +157,7 @@ class Sharing:
     sites: int
     honest: int
     units: int  # at most, at one site
+    clip: float  # C of this round
     check: Callable[[DistributedGrid], None]  # refuses, before anything is charged
     given: list[tuple[DistributedGrid, NDArray[np.int64]]] = field(default_factory=list)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xcal.config import Experiment
-from xcal.dp.calibration import Plan, plan_fixed, plan_static
+from xcal.dp.calibration import Plan
 from xcal.methods.base import LocalMethod, shape_of
 from xcal.methods.context import StepContext, StepRecord
+from xcal.methods.shared_sum import plan_constant
 from xcal.methods.step_parts import dp_step
 
 
@@ -18,9 +19,7 @@ class StaticNoise(LocalMethod):
     sums_under_masks: bool = True
 
     def plan(self, experiment: Experiment, units: int, own_rounds: int) -> Plan:
-        if experiment.trust == "masked":
-            return plan_static(shape_of(experiment, units, own_rounds), whole_orders=True)
-        return plan_fixed(shape_of(experiment, units, own_rounds), accountant=experiment.accountant)
+        return plan_constant(experiment, shape_of(experiment, units, own_rounds), self.name)
 
     def step(
         self, context: StepContext, step: int, experiment: Experiment, plan: Plan, state: None

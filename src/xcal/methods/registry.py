@@ -20,6 +20,7 @@ from xcal.methods.fl_dp import FL_DP
 from xcal.methods.own import own_method
 from xcal.methods.xcal import XCAL
 from xcal.methods.xcal_paper import XCAL_PAPER
+from xcal.methods.xcal_steered import XCAL_STEERED
 from xcal.plugins import load_object
 
 METHODS: dict[str, Method] = {
@@ -33,6 +34,7 @@ METHODS: dict[str, Method] = {
         ADAP_DPFL,
         ADAPTIVE_CLIP,
         XCAL_PAPER,
+        XCAL_STEERED,
         XCAL,
         DP_FEDAVG,
     )
@@ -58,6 +60,15 @@ def method_of(experiment: Experiment) -> Method:
     choose = getattr(method, "variant", None)
     chosen: Method = method if choose is None else choose(experiment)
     return chosen
+
+
+def name_today(experiment: Experiment) -> str:
+    """The name that a method has today: `xcal` of the first edition is `xcal-steered`.
+
+    Reads keys only: a method from elsewhere is not loaded to be named.
+    """
+    old = experiment.method == XCAL.name and getattr(experiment, "steering", "none") == "signal"
+    return XCAL_STEERED.name if old else experiment.method
 
 
 def checked_plan(

@@ -12,14 +12,14 @@ from torch import Tensor
 from xcal.dp.clipping import Bound, ClippedSum, joined
 from xcal.dp.clipping.losses import per_sample
 from xcal.dp.clipping.precision import in_half, single
-from xcal.dp.distributed import Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.dp.sampling import filled_up
 from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import Components, SignalSettings, image_components
 from xcal.methods.client_data import Batch, Rows
-from xcal.methods.context import Sharing, StepContext, StepRecord, trainable
+from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 
 def sgd_step(context: StepContext, step: int) -> StepRecord:
@@ -138,7 +138,8 @@ def dp_step(
     """
     bound = bound or Bound(context.clip)
     if context.sharing is not None:
-        return _shared_step(context, step, context.sharing, bound)
+        sharing = context.sharing
+        return shared_step(context, step, gradient_sum(context.model, sharing.sigma, bound))
     charged = context.charge(
         step,
         (gradient_release(bound, sigma),),
@@ -151,21 +152,30 @@ def dp_step(
     return StepRecord(context.round, step, sigma, None, context.share_spent)
 
 
-def _shared_step(context: StepContext, step: int, sharing: Sharing, bound: Bound) -> StepRecord:
+Beside = Callable[[ClippedSum, Batch], dict[str, float]]
+
+
+def shared_step(
+    context: StepContext, step: int, shared: SharedSum, beside: Beside | None = None
+) -> StepRecord:
     """The same sum, of which this site gives its part: whole numbers with its share of the noise.
 
-    They leave under masks only. What all sites' parts make is the server's to apply.
+    They leave under masks only. What all sites' parts make is the server's to apply. `beside`: the
+    values of the parts that are not the gradient, which their own sensitivities bound.
     """
-    size = sum(p.numel() for p in trainable(context.model).values())
-    grid = sharing.grid(Part("gradient", size, bound.sensitivity, sharing.sigma))
+    sharing, bound = context.sharing, shared.bound
+    assert sharing is not None
+    grid = sharing.grid(*shared.parts)
     charged = context.charge_share(step, grid, settings=(bound.norm, bound.geometry.digest()))
     batch = charged.draw(context.data)
     sums = clipped_sum(context, batch, bound)
     # By name: a server that was resumed has its weights in another order.
     flat = torch.cat([sums.gradients[n].reshape(-1) for n in sorted(trainable(context.model))])
-    numbers = charged.contribute(
-        {"gradient": flat}, sensitivities={"gradient": sums.bound.sensitivity}
-    )
+    values: dict[str, Tensor | float] = {"gradient": flat}
+    if beside is not None:
+        values |= beside(sums, batch)
+    most = {p.name: p.sensitivity for p in shared.parts} | {"gradient": sums.bound.sensitivity}
+    numbers = charged.contribute(values, sensitivities=most)
     sharing.given.append((grid, numbers))
     return StepRecord(context.round, step, sharing.sigma, None, context.share_spent)
 

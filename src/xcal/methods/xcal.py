@@ -1,362 +1,52 @@
-"""`xcal`: our method, one joint release a step and shares of what is left."""
+"""`xcal`: static noise with all that was found to help at a given ε, each part a key of its own.
+
+The step is that of `fl-dp`. What differs is what it learns from and how it is explained: the head
+reads the mean of an image's views (`pool_views`) in whitened channels (`whiten`), the multiplier is
+that of the tight accountant (`accountant`), and answers are explained by the map that holds best on
+public images (`maps`). None of that costs privacy: every part is a function of one unit, of public
+images or of the released model. Which part gives how much is told in docs/recipes.md.
+"""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import nn
-
-from xcal.config import Experiment, Positive, Whole, key
-from xcal.dp.accounting import SCORE_SENSITIVITY, CostTable, joint_factor, multiplier_table
-from xcal.dp.calibration import Plan, plan_xcal
-from xcal.dp.clipping import Bound, ClippedSum
-from xcal.dp.filter import BudgetExhausted
-from xcal.dp.ledger.rows import Release
-from xcal.explain.signal import SignalSettings, scores
-from xcal.methods.adaptive_clip import QuantileRule, count_release, quantile_rule, release_fraction
-from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, round_geometry
-from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
-from xcal.methods.client_data import Batch, mean_by_unit
-from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.step_parts import (
-    broken_units,
-    clipped_sum,
-    contributing_units,
-    forward_with_components,
-    gradient_release,
-    release_gradient,
-)
-
-TAU = 0.05
+from xcal.config import Experiment, key
+from xcal.methods.base import Method
+from xcal.methods.fl_dp import StaticNoise
+from xcal.methods.xcal_steered import Steered
 
 
-class XcalParameters(SignalParameters, ChannelParameters, QuantileParameters):
+class XcalParameters(Experiment):
     """The keys of `xcal`."""
 
-    w: float = key(0.5, ge=0, lt=1, description="how far the signal moves a share", travels=True)
-    kappa: Positive = key(5.0, description="price of the signal: 1/(2κ²) more noise", travels=True)
-    slow_tau: float = key(0.01, ge=1e-6, le=1, description="smoothing of s̄", travels=True)
-    reference: Literal["running", "absolute"] = key(
-        "running", description="what s is held against", travels=True
-    )
-    contrast: Positive = key(0.1, description="smallest Δ, the scale of s − s̄", travels=True)
-    shares: Literal["plan", "left"] = key(
-        "plan",
-        description="what a step takes its share of: the plan, with a floor for every later step,"
-        " or what is left, as the first edition did",
-        travels=True,
-    )
-    signal_every: Whole = key(4, description="a signal every k-th step", travels=True)
-    signal_fraction: float = key(
-        1.0,
-        ge=1e-6,
-        le=1,
-        description="share p of the drawn units that enter the signal",
-        travels=True,
-    )
-    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = key(
-        "model",
-        description="the model, or what replaces it at the same cost, to see what it does",
-        travels=True,
-    )
-    geometry: Literal["none", "importance"] = key(
+    steering: Literal["none", "signal"] = key(
         "none",
-        description="xcal: noise alike everywhere, or less on the channels that matter",
-        travels=True,
-    )
-    clipping: Literal["fixed", "quantile"] = key(
-        "fixed",
-        description="xcal: clip always to C, or follow a quantile of the norms",
+        description="xcal: static noise, or moved in time by the signal, which is `xcal-steered`",
         travels=True,
     )
 
 
 @dataclass(frozen=True)
-class XcalRule:
-    """Public constants of our method (method.md §4)."""
-
-    plan: Plan
-    signal: SignalSettings
-    tau: float = 0.05
-    slow_tau: float = 0.01
-    w: float = 0.5
-    kappa: float = 5.0
-    reference: str = "running"
-    contrast: float = 0.1
-    shares: str = "plan"
-    signal_every: int = 1
-    signal_fraction: float = 1.0
-    with_signal: bool = True
-    source: str = "model"  # or what stands in the signal's place: a constant, noise, a schedule
-    channels: ChannelRule | None = None  # where the noise goes; None: alike everywhere
-    quantile: QuantileRule | None = None  # how C follows the norms; None: it is fixed
-
-
-@dataclass(frozen=True)
-class XcalState:
-    """What our method remembers between steps: functions of releases. Lives with the budget."""
-
-    fast: float = 0.0  # exponential averages of the released mean, started at 0 …
-    slow: float = 0.0
-    signals: int = 0  # … and corrected by how many releases they hold
-    clip: float | None = None  # C of the next step, where it follows a quantile
-    channels: tuple[int, ...] | None = None  # spared in this round, by the weights received
-
-    def updated(self, mean: float, rule: XcalRule) -> XcalState:
-        return replace(
-            self,
-            fast=(1 - rule.tau) * self.fast + rule.tau * mean,
-            slow=(1 - rule.slow_tau) * self.slow + rule.slow_tau * mean,
-            signals=self.signals + 1,
-        )
-
-    def new_round(self) -> XcalState:
-        return replace(self, channels=None)  # all else lives on
-
-
-def smoothing_noise(rule: XcalRule) -> float:
-    """Deviation of s − s̄ that comes from the signal's own noise: known beforehand."""
-    assert rule.plan.sigma_signal is not None
-    one = rule.plan.sigma_signal / (rule.signal_fraction * rule.plan.batch)
-    a, b = rule.tau, rule.slow_tau
-    variance = a / (2 - a) + b / (2 - b) - 2 * a * b / (1 - (1 - a) * (1 - b))
-    return one * math.sqrt(max(variance, 0.0))
-
-
-def share_factor(state: XcalState, rule: XcalRule) -> float:
-    """m: how much more or less than an even share the next step may spend."""
-    if not rule.with_signal or rule.w == 0 or state.signals < 1 / rule.tau:
-        return 1.0
-    s = state.fast / (1 - (1 - rule.tau) ** state.signals)
-    # Smoothed first, clipped only here, where it is used.
-    s = min(max(s, 0.0), 1.0)
-    if rule.reference == "absolute":
-        return 1 + rule.w * (2 * s - 1)
-    usual = state.slow / (1 - (1 - rule.slow_tau) ** state.signals)
-    usual = min(max(usual, 0.0), 1.0)
-    contrast = max(rule.contrast, 3 * smoothing_noise(rule))
-    return 1 + rule.w * min(max((s - usual) / contrast, -1.0), 1.0)
-
-
-# Public schedules by the sign of their shares' slope; named after the noise, which goes against it.
-SCHEDULES = {"decay": 1, "rise": -1}
-
-
-def scheduled_factor(rule: XcalRule, steps_left: int) -> float:
-    """m of a public schedule: shares go from 1 ∓ w to 1 ± w on a line, R in all."""
-    total = rule.plan.steps
-    now = total - steps_left
-    slope = SCHEDULES[rule.source] * rule.w
-
-    def height(step: float) -> float:
-        return 1 + slope * (2 * (step + 0.5) / total - 1)
-
-    # Heights lie on a line, so those still to come have the mean of the first and the last.
-    return height(now) / ((height(now) + height(total - 1)) / 2)
-
-
-def share_of_plan(rule: XcalRule, factor: float, spent: float, steps_left: int) -> float:
-    """m times an even share of the plan, saved shares spread over what is left.
-
-    Shares of what is left starve the last steps where m stays above 1, just when the model should
-    settle. So no step may take what later ones need at m = 1 − w: none has more noise than that.
-    """
-    even = rule.plan.budget / rule.plan.steps
-    saved = max(even * (rule.plan.steps - steps_left) - spent, 0.0)
-    floor = (1 - rule.w) * even * (steps_left - 1)
-    return min(factor * (even + saved / max(steps_left, 1)), rule.plan.budget - spent - floor)
-
-
-def next_effective_sigma(
-    state: XcalState, rule: XcalRule, spent: float, steps_left: int, table: CostTable
-) -> tuple[float, float]:
-    """The next step's σ_eff and its cost, from releases and public constants (method.md §4.5)."""
-    left = rule.plan.budget - spent
-    if rule.source in SCHEDULES:
-        share = left / max(steps_left, 1) * scheduled_factor(rule, steps_left)
-    elif rule.shares == "left":
-        share = left / max(steps_left, 1) * share_factor(state, rule)
-    else:
-        share = share_of_plan(rule, share_factor(state, rule), spent, steps_left)
-    k = table.cheapest_within(min(share, left))
-    if k is None:
-        raise BudgetExhausted("what is left pays for no step of the grid")
-    return float(table.sigmas[k]), float(table.costs[k])
-
-
-def next_bound(context: StepContext, rule: XcalRule, state: XcalState) -> tuple[XcalState, Bound]:
-    """C and D of the next step, from earlier releases and the round's received weights only."""
-    clip = context.clip
-    if rule.quantile is not None:
-        clip = rule.quantile.start if state.clip is None else state.clip
-    if rule.channels is None:
-        return state, Bound(clip)
-    if state.channels is None:  # the round's first step: the model is still the one received
-        state = replace(state, channels=rule.channels.choose(context.model))
-    assert state.channels is not None
-    return state, Bound(clip, round_geometry(context.model, rule.channels, state.channels))
-
-
-def xcal_step(
-    context: StepContext, step: int, rule: XcalRule, state: XcalState
-) -> tuple[XcalState, StepRecord]:
-    """One step of our method: one joint release of gradient, signal and count, used one step later.
-
-    Where the noise goes and how C is chosen are parts of the rule, each of them optional.
-    """
-    assert context.account is not None
-    plan, table = (
-        rule.plan,
-        multiplier_table(rule.plan.sample_rate, rule.plan.order, rule.plan.sigma_static),
-    )
-    number = context.first_step + step
-
-    # 0. What one unit may contribute, and where the noise goes: C and D.
-    state, bound = next_bound(context, rule, state)
-
-    # 1. σ is fixed by what was released before this step: the signal read here acts on the next.
-    carries_signal = rule.with_signal and number % rule.signal_every == 0
-    sigma_eff, _ = next_effective_sigma(
-        state, rule, context.account.filter.spent, plan.steps - number, table
-    )
-    kappa_b = None if rule.quantile is None else rule.quantile.kappa_b
-    sigma = sigma_eff * joint_factor(rule.kappa if carries_signal else None, kappa_b)
-    sigma_signal = rule.kappa * SCORE_SENSITIVITY * sigma
-    sigma_count = None if kappa_b is None else kappa_b * sigma
-    releases = [gradient_release(bound, sigma)]
-    if carries_signal:
-        releases.append(Release("signal", sigma_signal, SCORE_SENSITIVITY))
-    if sigma_count is not None:
-        releases.append(count_release(sigma_count))
-
-    # 2. Charge, durably: one subsampled Gaussian, 1/σ_eff² = 1/σ² + Δ_u²/σ_s² + 1/(2σ_b)².
-    charged = context.charge(
-        step,
-        tuple(releases),
-        sigma_eff,
-        settings=(
-            (sigma, sigma_signal, sigma_count),
-            (bound.norm, bound.geometry.digest()),
-            (carries_signal, rule.signal, rule.source),
-        ),
-        priced=table,
-    )
-
-    # 3. One Poisson batch gives all: clipped gradients, their norms, the score of every unit.
-    batch = charged.draw(context.data)
-    if carries_signal and rule.source == "model":
-        sums, centered, counted = _gradient_and_scores(context, step, batch, rule, bound)
-    else:  # a replaced signal costs the same and says nothing of the images
-        sums, centered = clipped_sum(context, batch, bound), 0.0
-        counted = contributing_units(sums, batch)
-
-    # 4. Release them; the optimizer, the averages and the next C see nothing else.
-    mean = None
-    if carries_signal:
-        mean = 0.5 + charged.release_scalar("signal", centered) / (
-            rule.signal_fraction * context.batch
-        )
-        mean = 0.5 if rule.source == "constant" else mean
-        state = state.updated(mean, rule)
-    if rule.quantile is not None:
-        fraction = release_fraction(context, charged, sums, counted)
-        state = replace(state, clip=rule.quantile.following(bound.norm, fraction))
-    release_gradient(context, charged, sums)
-    return state, StepRecord(
-        context.round,
-        step,
-        sigma,
-        mean,
-        context.share_spent,
-        clip=None if rule.quantile is None else bound.norm,
-    )
-
-
-def _gradient_and_scores(
-    context: StepContext, step: int, batch: Batch, rule: XcalRule, bound: Bound
-) -> tuple[ClippedSum, float, NDArray[np.bool_]]:
-    """The clipped sum, Σ(u − ½) over the units that enter the signal, and which units count.
-
-    A unit whose gradient or score is not finite contributes exactly 0 to everything.
-    """
-    entering = np.ones(batch.n_units, dtype=bool)
-    if rule.signal_fraction < 1:
-        uniforms = context.noise.uniforms(context.key(step, "entering"), batch.n_units)
-        entering = uniforms < rule.signal_fraction
-    sums, parts, chosen = forward_with_components(context, batch, entering, rule.signal, bound)
-    u = scores(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
-    broken = broken_units(sums, parts, batch, chosen)
-    if bool((broken & ~sums.dropped.cpu().numpy()).any()):
-        bad = torch.from_numpy(broken).to(batch.units.device)
-        sums = clipped_sum(context, batch.without(bad), bound)
-    by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
-    counted = contributing_units(sums, batch) & ~broken
-    return sums, centered_sum(by_unit, entering & counted), counted
-
-
-def centered_sum(by_unit: NDArray[np.float64], counted: NDArray[np.bool_]) -> float:
-    """Σ(u − ½) over the counted units: zeroing one unit moves it by at most ½."""
-    return float((np.clip(by_unit, 0.0, 1.0) - 0.5)[counted].sum())
-
-
-@dataclass(frozen=True)
-class OurXcal(LocalMethod):
+class OurXcal(StaticNoise):
     name: str = "xcal"
     title: str = "XCal-FL"
     parameters: type[Experiment] = XcalParameters
 
-    def plan(self, experiment: XcalParameters, units: int, own_rounds: int) -> Plan:
-        shape = shape_of(experiment, units, own_rounds)
-        kappa_b = experiment.kappa_b if experiment.clipping == "quantile" else None
-        return plan_xcal(shape, kappa=experiment.kappa, w=experiment.w, kappa_b=kappa_b)
+    def variant(self, experiment: XcalParameters) -> Method:
+        """Itself, or what this name stood for in the first edition."""
+        return FIRST_EDITION if experiment.steering == "signal" else self
 
-    def check_network(self, network: nn.Module, experiment: XcalParameters) -> None:
-        if experiment.geometry == "importance":
-            check_channels(network, "geometry = 'importance'")
 
-    def rule(self, experiment: XcalParameters, plan: Plan) -> XcalRule:
-        return XcalRule(
-            plan,
-            SignalSettings.of(experiment, positive_only=True),
-            tau=TAU if experiment.tau is None else experiment.tau,
-            slow_tau=experiment.slow_tau,
-            w=experiment.w,
-            kappa=experiment.kappa,
-            reference=experiment.reference,
-            contrast=experiment.contrast,
-            shares=experiment.shares,
-            signal_every=experiment.signal_every,
-            signal_fraction=experiment.signal_fraction,
-            source=experiment.signal_source,
-            channels=ChannelRule(experiment.protected, experiment.protection)
-            if experiment.geometry == "importance"
-            else None,
-            quantile=quantile_rule(experiment) if experiment.clipping == "quantile" else None,
-        )
+@dataclass(frozen=True)
+class FirstEdition(Steered):
+    name: str = "xcal"
 
-    def load_state(self, saved: dict[str, Any] | None) -> XcalState:
-        if saved is None:
-            return XcalState()
-        channels = saved.get("channels")
-        return XcalState(**{**saved, "channels": None if channels is None else tuple(channels)})
-
-    def begin_round(self, state: XcalState) -> XcalState:
-        return state.new_round()  # s and C live as long as the budget
-
-    def step(
-        self,
-        context: StepContext,
-        step: int,
-        experiment: XcalParameters,
-        plan: Plan,
-        state: XcalState,
-    ) -> tuple[XcalState, StepRecord]:
-        return xcal_step(context, step, self.rule(experiment, plan), state)
+    @property
+    def uses(self) -> frozenset[str]:
+        return super().uses | {"steering"}
 
 
 XCAL = OurXcal()
+FIRST_EDITION = FirstEdition()

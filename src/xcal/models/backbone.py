@@ -37,6 +37,7 @@ class Split:
         """A fingerprint of the beginning's weights: the same means the same activations."""
         state = hashlib.sha256(str(len(self.beginning)).encode())
         for part in self.beginning:
+            state.update(repr(getattr(part, "views", "")).encode())
             for name, value in part.state_dict().items():
                 state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
                 state.update(value.detach().cpu().contiguous().numpy().tobytes())

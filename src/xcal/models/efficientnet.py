@@ -136,6 +136,7 @@ class EfficientNetB0(nn.Module):
         norm: _NormMaker,
         output_stride: int,
         reads: tuple[int, int] | None = None,
+        whitened: bool = False,
     ) -> None:
         super().__init__()
         features: list[nn.Module] = [_conv(3, _STEM, norm, kernel=3, stride=2)]
@@ -165,7 +166,7 @@ class EfficientNetB0(nn.Module):
         if reads is not None:
             widths = [_STEM, *(stage.outputs for stage in _STAGES), _LAST]
             grid = min(max(_COLUMN_GRID - first, 0), last - first)
-            self.columns = Columns(widths[first : last + 1], grid)
+            self.columns = Columns(widths[first : last + 1], grid, whitened)
             self.map = nn.Identity()  # what is explained, whether or not its making is kept
             self.cam_layer = "map"
             self._first_read = first
@@ -201,6 +202,7 @@ def efficientnet_b0(
     trainable: str = "all",
     train_norm_affine: bool = False,
     head_reads: str = "last",
+    whitened: bool = False,
     seed: int | None = None,
 ) -> EfficientNetB0:
     """An EfficientNet-B0 with first weights drawn from `seed` (None: fresh entropy).
@@ -211,7 +213,7 @@ def efficientnet_b0(
     maker = norm_maker(norm)
     reads = read_stages(head_reads, len(_STAGES) + 2)
     model: EfficientNetB0 = initialized(
-        lambda: EfficientNetB0(classes, maker, output_stride, reads), seed
+        lambda: EfficientNetB0(classes, maker, output_stride, reads, whitened), seed
     )
     if reads is not None:
         nn.init.zeros_(model.classifier[1].weight)  # type: ignore[arg-type]

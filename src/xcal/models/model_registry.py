@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -36,8 +37,12 @@ def build_network(experiment: Experiment, classes: int) -> nn.Module:
     name, seed = experiment.network, experiment.seed
     if experiment.head_reads != "last" and name != COLUMNED:
         raise UserError(f"head_reads is for the network {COLUMNED}: leave it out for {name!r}.")
+    if experiment.whiten and experiment.head_reads == "last":
+        raise UserError("whiten is for a head that reads several stages: leave it out.")
     if name in STAGED:
-        reads = {} if experiment.head_reads == "last" else {"head_reads": experiment.head_reads}
+        reads: dict[str, Any] = {}
+        if experiment.head_reads != "last":
+            reads = {"head_reads": experiment.head_reads, "whitened": bool(experiment.whiten)}
         network = STAGED[name](
             classes,
             norm=experiment.norm,

@@ -20,6 +20,8 @@ from xcal.models.layers import PublicConstants
 
 CONSTANTS = ("columns.mean", "columns.deviation")
 """The names of the constants in a weights file."""
+TURN = "columns.turn"
+"""The name of the matrix that whitens them, where a head reads them so."""
 
 
 def read_stages(head_reads: str, count: int) -> tuple[int, int] | None:
@@ -44,31 +46,37 @@ class Columns(PublicConstants):
 
     The squares are taken in each map's own cells before all are brought to the grid of map number
     `grid`, so that the head's average also sees how much a channel varies within an image. Every
-    channel is then `(value − mean) / deviation`. No cell depends on another image, and a linear
-    head on the map's average has Grad-CAM in closed form.
+    channel is then `(value − mean) / deviation`, and all are mixed by the matrix `turn` where they
+    are whitened. No cell depends on another image, and a linear head on the map's average has
+    Grad-CAM in closed form.
     """
 
     mean: Tensor
     deviation: Tensor
+    turn: Tensor | None
 
-    def __init__(self, channels: Sequence[int], grid: int) -> None:
+    def __init__(self, channels: Sequence[int], grid: int, whitened: bool = False) -> None:
         super().__init__()
         self.channels = 2 * sum(channels)
         self._grid = grid
         self.register_buffer("mean", torch.zeros(self.channels))
         self.register_buffer("deviation", torch.ones(self.channels))
+        self.register_buffer("turn", torch.eye(self.channels) if whitened else None)
 
     def reset_constants(self) -> None:
         """Constants that change nothing, where no file has brought others."""
         self.mean.zero_()
         self.deviation.fill_(1.0)
+        if self.turn is not None:
+            self.turn.zero_().fill_diagonal_(1.0)
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         height, width = maps[self._grid].shape[2:]
         both = [part for one in maps for part in (one, one.square())]
         stacked = torch.cat([_resized(part, (height, width)) for part in both], dim=1)
         shape = (1, -1, 1, 1)
-        return (stacked - self.mean.view(shape)) / self.deviation.view(shape)
+        alike = (stacked - self.mean.view(shape)) / self.deviation.view(shape)
+        return alike if self.turn is None else F.conv2d(alike, self.turn.T[..., None, None])
 
 
 class Tail(nn.Module):
@@ -98,6 +106,20 @@ def constants_of(pooled: Tensor) -> tuple[Tensor, Tensor]:
     deviation = exact.std(dim=0)
     floor = max(float(deviation.median()) / 100, 1e-6)
     return exact.mean(dim=0).float(), deviation.clamp(min=floor).float()
+
+
+def whitening(pooled: Tensor, shrunk: float) -> Tensor:
+    """The symmetric matrix in whose coordinates public images vary alike in all directions.
+
+    Their covariance, of standardized channels, is shrunk by `shrunk` times its mean eigenvalue:
+    few images tell little of small ones. Lengths stay about what they were.
+    """
+    mean, deviation = constants_of(pooled)
+    alike = (pooled.double() - mean) / deviation
+    values, vectors = torch.linalg.eigh(torch.cov(alike.T))
+    level = values.mean()
+    scale = (level * (1 + shrunk) / (values.clamp(min=0) + shrunk * level)).sqrt()
+    return (vectors * scale @ vectors.T).float()
 
 
 def _resized(x: Tensor, size: tuple[int, int]) -> Tensor:

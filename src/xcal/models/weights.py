@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.models.probe import CONSTANTS
+from xcal.models.probe import CONSTANTS, TURN
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -63,6 +63,12 @@ def load_published(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     apart = (head, *getattr(model, "leaves_out", ()))
     own = {n: t for n, t in model.state_dict().items() if not n.startswith(head)}
     given = {n: t for n, t in weights.items() if not n.startswith(apart)}
+    if TURN in own.keys() ^ given.keys() and CONSTANTS[0] in own.keys() & given.keys():
+        made, asked = ("for", "without") if TURN in given else ("without", "for")
+        raise UserError(
+            f"these weights were made {made} whitening, and the head is {asked} it: make another"
+            " file with `xcal data constants`, or change whiten"
+        )
     if set(CONSTANTS) & own.keys() - given.keys():
         raise UserError(
             "the head reads columns, and these weights lack the public constants that standardize"

@@ -8,9 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # One color a method everywhere (after Okabe and Ito), for light and for dark pages.
-METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp")
-LIGHT = ("#0062a3", "#b84a00", "#00714f", "#8a3b7a", "#57606a", "#1f2328", "#7a5c00", "#b3261e")
-DARK = ("#6cb6ff", "#ff9f5a", "#56d4a8", "#e39ad0", "#9aa4af", "#e6edf3", "#e5c07b", "#ff8a80")
+METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp", "xcal-steered")
+LIGHT = (
+    "#0062a3",
+    "#b84a00",
+    "#00714f",
+    "#8a3b7a",
+    "#57606a",
+    "#1f2328",
+    "#7a5c00",
+    "#5b4bb3",
+    "#b3261e",
+)
+DARK = (
+    "#6cb6ff",
+    "#ff9f5a",
+    "#56d4a8",
+    "#e39ad0",
+    "#9aa4af",
+    "#e6edf3",
+    "#e5c07b",
+    "#b3a6ff",
+    "#ff8a80",
+)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
 
@@ -59,6 +79,7 @@ class Figure:
     x_ticks: tuple[float, ...] = ()
     across: bool = False  # points with intervals across, names down the side
     zero: bool = False  # a line at zero
+    apart: bool = False  # across: what shares a name stands beside one another
     caption: str = ""
     groups: tuple[str, ...] = field(default=())
 
@@ -93,6 +114,8 @@ class Figure:
             f"<br>{self.x_title if self.across else self.y_title}:"
             f" %{{{'x' if self.across else 'y'}:.3f}}<extra>{line.name}</extra>",
         }
+        if self.apart:
+            values |= {"orientation": "h", "offsetgroup": line.name}
         if line.faint:
             values["opacity"] = 0.35
         if line.low:
@@ -115,6 +138,8 @@ class Figure:
             x |= {"tickvals": list(self.x_ticks), "ticktext": [f"{t:g}" for t in self.x_ticks]}
         if self.across:
             y |= {"title": {"text": ""}, "autorange": "reversed", "type": "category"}
+        if self.apart:
+            y |= {"categoryorder": "category ascending"}
         if self.zero:
             x |= {"zeroline": True, "zerolinewidth": 2}
         names = len({v for line in self.lines for v in line.x}) if self.across else 0
@@ -123,6 +148,7 @@ class Figure:
             "yaxis": y,
             "showlegend": False,
             "height": max(320, 90 + 26 * names),
+            **({"scattermode": "group", "scattergap": 0.3} if self.apart else {}),
             "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
             "hovermode": "closest",
             "dragmode": "zoom",

@@ -17,6 +17,7 @@ from xcal.explain.gradcam import enlarge_maps
 from xcal.federation.evaluation import explanation_metrics, predict
 from xcal.federation.outcome import OnMeasure, measured_by_name, no_predictions, public_subset
 from xcal.federation.preflight import why_unexplained
+from xcal.methods.registry import name_today
 from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun
 
@@ -56,7 +57,7 @@ def evaluate_run(
     if len(data.test):
         found = predict(run.model, data.test, on_images=partial(on_measure, "test images"))
     result: dict[str, Any] = {
-        "method": run.experiment.method,
+        "method": name_today(run.experiment),
         "data": data.name,
         "split": "test",
         "classes": list(run.classes),
@@ -67,7 +68,7 @@ def evaluate_run(
     }
     if subset is not None:
         choice = map_of_run(
-            run, maps_by or run.experiment.maps, partial(on_measure, "choosing a map")
+            run, maps_by or run.experiment.map_method, partial(on_measure, "choosing a map")
         )
         result["explanations"] = explanation_metrics(
             run.model, subset, maps_by=choice.method, on_images=partial(on_measure, "explanations")

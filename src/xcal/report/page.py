@@ -14,6 +14,7 @@ from PIL import Image
 
 from xcal.explain.choosing import MapChoice
 from xcal.explain.overlay import color_bar
+from xcal.methods.registry import name_today
 from xcal.report.drawing import answer_text, cells_text, percent, tiles, verdict
 from xcal.report.explaining import Explanation
 from xcal.report.runs import LoadedRun
@@ -32,7 +33,7 @@ def explanations_page(
     template = files("xcal.report").joinpath("explain.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(template).render(
-        method=run.experiment.method,
+        method=name_today(run.experiment),
         data=run.experiment.data,
         network=run.experiment.network,
         pixels=run.experiment.pixels,

@@ -29,7 +29,7 @@ from xcal.explain.overlay import color_bar, overlay, picture
 from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED
-from xcal.methods.registry import METHODS
+from xcal.methods.registry import METHODS, name_today
 from xcal.report.drawing import percent
 from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun, load_data, load_run
@@ -79,7 +79,7 @@ def load_entries(folders: Sequence[Path]) -> list[Entry]:
                 f" {folder}`."
             )
         entry = Entry(
-            run.experiment.method, result["epsilon_target"], run, result.get("epsilon_nominal")
+            name_today(run.experiment), result["epsilon_target"], run, result.get("epsilon_nominal")
         )
         first = entries[0].run if entries else run
         for what in ("data", "pixels"):

@@ -91,7 +91,7 @@ def gather(folders: Sequence[Path]) -> tuple[RunView, ...]:
 
 
 def _rank(method: str) -> int:
-    order = ("fl", "centralized", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal")
+    order = ("fl", "centralized", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal-steered", "xcal")
     return order.index(method) if method in order else len(order)
 
 

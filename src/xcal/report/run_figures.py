@@ -21,7 +21,7 @@ from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.preflight import why_unexplained
 from xcal.federation.setup import may_measure
-from xcal.methods.registry import method_of
+from xcal.methods.registry import method_of, name_today
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
 from xcal.report.mapping import map_of_run
 from xcal.report.panel import Entry, choose_images, image_views, shared_peak
@@ -80,7 +80,7 @@ def _so_far(folder: RunFolder, rounds: Sequence[dict[str, Any]]) -> dict[str, An
     clients = rounds[-1]["clients"] if rounds else []
     return {
         **dict.fromkeys(("macro_f1", "road", "epsilon_paper", "mean_sigma", "seconds")),
-        "method": experiment.method,
+        "method": name_today(experiment),
         "data": experiment.data,
         "network": experiment.network,
         "epsilon_target": experiment.epsilon if private else None,

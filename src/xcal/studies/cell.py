@@ -196,7 +196,7 @@ def measure(
         return values
     chosen = explained_subset(test.groups, explained)
     inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
-    choice = map_for(experiment, model, lambda: data.validation, experiment.maps)
+    choice = map_for(experiment, model, lambda: data.validation, experiment.map_method)
     maps = make_maps(model, inputs, method=choice.method)
     scores = road(model, inputs, maps, RoadSettings())
     values |= {

@@ -15,10 +15,11 @@ from typing import Any
 from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, names_of_today, nearest, read_toml
 from xcal.errors import UserError
 from xcal.experiments import KEYS, make_experiment
-from xcal.methods.registry import get_method
+from xcal.methods.registry import XCAL_STEERED, get_method
 
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
 COLUMNS = "columns"  # what tables call a network of which only a head on several stages trains
+STEERED = XCAL_STEERED.name
 EVERY_IMAGE = 10**6  # "all test images" as a number of images to explain
 # A cell's process decides these by itself; they change no result on one kind of device.
 _BY_THE_PROCESS = {"threads": 1, "road_test_images": 0}
@@ -27,6 +28,14 @@ _BY_THE_PROCESS = {"threads": 1, "road_test_images": 0}
 def network_of(keys: Mapping[str, Any]) -> str:
     """What tables call the network of a cell with these keys."""
     return str(keys["network"]) if keys.get("head_reads", "last") == "last" else COLUMNS
+
+
+def _of_today(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's keys under today's names; `xcal` has a key `steering` since it is another method."""
+    found = names_of_today(keys)
+    if found.get("method") == "xcal" and "steering" not in found:
+        found["method"] = STEERED
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +49,7 @@ class Cell:
 
     def __post_init__(self) -> None:
         if isinstance(self.keys, Mapping):  # what else a damaged file has is told where it is read
-            object.__setattr__(self, "keys", names_of_today(self.keys))
+            object.__setattr__(self, "keys", _of_today(self.keys))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cell) and (self.id, self.variant) == (other.id, other.variant)
@@ -56,6 +65,8 @@ class Cell:
         """
         old = {new: old for old, new in RENAMED.items()}
         keys = {old.get(k, k): v for k, v in dict(self.keys).items()}
+        if keys.get("method") == STEERED:
+            keys["method"] = "xcal"
         text = json.dumps([self.scale, self.explained, keys], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

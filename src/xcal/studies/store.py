@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xcal.config import RENAMED, names_of_today
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
 from xcal.studies.grid import Cell, Grid
@@ -256,11 +257,13 @@ COLUMNS = (
 
 
 def table_row(cell: Cell, result: CellResult) -> dict[str, Any]:
-    values, keys = result.values, result.keys
+    values = result.values
     clients = values.get("clients", [])
     shares = [c["share_spent"] for c in clients if c["share_spent"] is not None]
-    row = {name: values.get(name, keys.get(name)) for name in COLUMNS}
+    keys = names_of_today(result.keys)
+    row = {name: values.get(name, keys.get(RENAMED.get(name, name))) for name in COLUMNS}
     row |= {
+        "method": cell.method,
         "network": cell.network,
         "epsilon": cell.epsilon,
         "variant": cell.variant,

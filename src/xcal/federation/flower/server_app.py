@@ -22,7 +22,6 @@ from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.flower_carrier import GridCarrier
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment, threads_of
-from xcal.federation.masked import refuse_masked
 from xcal.federation.setup import Federation, prepare, prepare_remote, settled
 from xcal.federation.simulated import make_sites
 
@@ -80,7 +79,6 @@ def main(grid: Grid, context: Context) -> None:
     else:
         path = settings.get("experiment")
         made, given = load_experiment(Path(str(path)).expanduser() if path else None)
-        refuse_masked(made)
         if made.round_timeout is None and not settings.get("simulated"):
             made = made.model_copy(update={"round_timeout": ROUND_TIMEOUT})
         folder = RunFolder.create(out, settled(made), sorted(given))

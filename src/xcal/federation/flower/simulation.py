@@ -17,7 +17,6 @@ from typing import Any
 from xcal.errors import UserError, how_to_install
 from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.folder import RunFolder
-from xcal.federation.masked import refuse_masked
 from xcal.federation.setup import Federation, prepare
 
 ATTEMPTS = 3  # to start Ray, which gives itself half a minute, however busy the machine
@@ -77,7 +76,6 @@ def run_on_flower(
     if given.cpus <= 0 or given.gpus < 0:
         raise UserError("A client needs more than 0 CPUs and at least 0 GPUs.")
     known = federation or prepare(folder.experiment, new=False)
-    refuse_masked(known.experiment)
     if known.experiment.only_local is not None:  # a run that the local engine began
         raise UserError(
             "Flower's clients train with cross-entropy in single precision: continue on the local"

@@ -137,6 +137,7 @@ class XcalController(ModelController):
         if experiment.round_timeout is None or experiment.quorum is None:
             raise UserError("A federation's run needs a quorum and a round_timeout.")
         self._reach(sites)
+        self._carrier.quorum = experiment.quorum
         return prepare_remote(experiment, list(sites))
 
     def _reach(self, sites: Mapping[str, str]) -> None:
@@ -145,7 +146,7 @@ class XcalController(ModelController):
         there = {str(client.name) for client in self.engine.get_clients()}
         for site in sites.values():
             if site not in there:
-                self._carrier.gone(site)
+                self._carrier.gone(site, for_good=True)
 
     def _leave(self, path: Path, ok: bool, text: str, again: bool = False) -> None:
         """Put what the run may tell where FLARE keeps a job's results.

@@ -21,6 +21,7 @@ from xcal.federation.nvflare.members import FILE, Members
 from xcal.federation.waiting import Waiting, listed
 
 ASK_AGAIN = 5.0  # seconds until a site is asked anew whose question FLARE dropped
+COMES_BACK = 150.0  # seconds in which a lost site may come back, where the quorum needs it
 
 
 class Stopped(Exception):
@@ -40,19 +41,37 @@ class FlareCarrier:
         self._stopped = stopped
         self.sites: dict[str, str] = {}  # FLARE's name of each client
         self._late: list[str] = []
-        self._gone: set[str] = set()
+        self._gone: dict[str, float] = {}  # since when, for those lost while the job ran
+        self.quorum = 0  # answers that a round needs: who is lost is waited for where it must be
         self.folder: Path | None = None  # of the server's party, for its list of members
         self.job_id = ""
         self.lost: dict[str, Lost] = {}  # sites that died in this job, or their workers
         self.say: Callable[[str], None] = lambda _: None
         self.waiting: list[str] = []  # sites whose answer to the present question is not there yet
 
-    def gone(self, site: str) -> None:
-        """FLARE has given a site up: no round waits for it, though it may still be asked."""
-        self._gone.add(site)
+    def gone(self, site: str, *, for_good: bool = False) -> None:
+        """A site was lost: a round waits for it only where its quorum needs it, and not for long.
+
+        `for_good`: nobody starts it again. It may still be asked, and take part once it has come.
+        """
+        self._gone[site] = -math.inf if for_good else time.monotonic()
 
     def back(self, site: str) -> None:
-        self._gone.discard(site)
+        self._gone.pop(site, None)
+
+    def _expected(self, silent: list[str], answered: int) -> list[str]:
+        """Of the clients that are silent, those whose answer is worth waiting for."""
+        here = [client for client in silent if self.sites[client] not in self._gone]
+        lacking = self.quorum - answered - len(here)
+        if lacking <= 0:
+            return here
+        now = time.monotonic()
+        coming = [
+            client
+            for client in silent
+            if client not in here and now - self._gone[self.sites[client]] < COMES_BACK
+        ]
+        return [c for c in silent if c in here or c in coming] if len(coming) >= lacking else here
 
     def too_late(self, site: str) -> None:
         """FLARE brought an answer to a question that is closed."""
@@ -78,7 +97,7 @@ class FlareCarrier:
             if self.lost.get(site) != found:
                 self.lost[site] = found
                 if found.gone:
-                    self.gone(site)
+                    self.gone(site, for_good=found.for_good)
                 else:
                     self.back(site)
                 self.say(found.text(site))
@@ -134,11 +153,9 @@ class FlareCarrier:
             while True:
                 with changed:
                     came = len(answers)
-                    left_out = [
-                        client
-                        for client in messages
-                        if client not in answers and self.sites[client] not in self._gone
-                    ]
+                    good = sum(data is not None for data in answers.values())
+                    silent = [client for client in messages if client not in answers]
+                left_out = self._expected(silent, good)
                 left = deadline - time.monotonic()
                 if not left_out or left <= 0:
                     break

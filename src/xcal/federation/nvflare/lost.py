@@ -7,6 +7,8 @@ from pathlib import Path
 
 from xcal.federation.files import read_json, write_json
 
+RESTARTS = 3  # of one site's worker in one job
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -16,14 +18,20 @@ class Lost:
     gone: bool
     what: str = "worker"  # or "site": all of it
 
+    @property
+    def for_good(self) -> bool:
+        """Whether nobody starts it again."""
+        return self.gone and self.what == "worker" and self.times > RESTARTS
+
     def text(self, site: str) -> str:
         """What happened, for who watches the run."""
         again = f" ({self.times} times)" if self.times > 1 else ""
         if self.what == "site" and not self.times:
             return f"{site} came later and takes part from now on."
         what = f"{site} was lost{again}" if self.what == "site" else f"{site}'s worker died{again}"
-        end = "the round goes on without it" if self.gone else "it was started again and takes part"
-        return f"{what}; {end}."
+        if self.gone:
+            return f"{what}; the round goes on with its quorum."
+        return f"{what}; it was started again and takes part."
 
 
 def _file(server: Path, job_id: str) -> Path:

@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xcal.federation.nvflare.lost import note_lost
+from xcal.federation.nvflare.lost import RESTARTS, note_lost
 from xcal.federation.nvflare.revoked import token_in
 
-RESTARTS = 3  # of one site's worker in one job
 RESTART_AFTER = 3.0  # seconds, in which the site's own process sees that its worker is gone
 PATIENCE = 120.0  # seconds that a site which came back may take until it can start a worker
 
