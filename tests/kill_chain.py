@@ -32,7 +32,7 @@ from xcal.cli.interrupts import INTERRUPTED
 from xcal.federation.folder import commit, versions
 
 KEYS = {
-    "method": "xcal",
+    "method": "xcal-steered",
     "rounds": 4,
     "local_epochs": 2,
     "keep_groups": False,  # as many units everywhere: one calibration less

@@ -23,7 +23,7 @@ def make_sites(folder: RunFolder, federation: Federation) -> list[LoadedSite]:
 
 def tiny_site(folder: Path, client: int = 0, *, experiment: Any = None, **policy: Any) -> Path:
     """A simulated site with its shard of TINY; `policy` overrides its terms."""
-    made = experiment or make_experiment({**TINY, "method": "xcal"})
+    made = experiment or make_experiment({**TINY, "method": "xcal-steered"})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(to_toml(made.resolved()))
     about = SiteTable(
@@ -42,7 +42,7 @@ def tiny_site(folder: Path, client: int = 0, *, experiment: Any = None, **policy
         "epsilon_run": 8.0,
         "delta_run": 1e-3,
         "sigma_min": 0.0,
-        "methods": ("xcal", "fl-dp", "xcal-paper"),
+        "methods": ("xcal", "xcal-steered", "fl-dp", "xcal-paper"),
         "networks": (made.network,),
         "unit": made.unit,
         **policy,

@@ -33,9 +33,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "agp-dp": [{}],
     "adaptive-clip": [{}, {"count_noise": 30.0, "unit": "group", "batch": 8}],
+    "xcal": [{}, {"steering": "signal", "signal_every": 1}],
     "adap-dpfl": [{"rounds": 3, "sigma_decay": 0.9}],
     "xcal-paper": [{}, {"rho": 0.0}],
-    "xcal": [
+    "xcal-steered": [
         {"signal_every": 1},
         {"signal_every": 1, "signal_fraction": 0.5, "reference": "absolute", "tau": 0.5},
         {"signal_every": 1, "geometry": "importance", "clipping": "quantile"},

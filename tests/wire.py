@@ -23,7 +23,7 @@ from xcal.federation.messages import (
 from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
-KEYS = {**TINY, "method": "xcal"}
+KEYS = {**TINY, "method": "xcal-steered"}
 
 
 def a_request(**changes: Any) -> Request:

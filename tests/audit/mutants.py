@@ -18,6 +18,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 import xcal.dp.accounting
+import xcal.dp.distributed
 import xcal.dp.filter
 import xcal.dp.ledger.rows
 import xcal.dp.noise
@@ -29,21 +30,23 @@ import xcal.methods.adaptive_clip
 import xcal.methods.client_data
 import xcal.methods.dp_fedavg
 import xcal.methods.step_parts
-import xcal.methods.xcal
+import xcal.methods.xcal_steered
 from xcal.dp.account import Account
 from xcal.dp.accounting import step_cost
 from xcal.dp.clipping import Bound, ClippingEngine
+from xcal.dp.distributed import ChargedShare
 from xcal.dp.filter import StepFilter
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.explain.signal import fill_values
+from xcal.federation.masks import MaskKeys, Roster
 from xcal.federation.site_directory import SiteDirectory
 from xcal.methods.agp_dp import ProtectedChannels
 from xcal.methods.client_data import Inputs, LocalData
 from xcal.methods.context import Optimizer, StepAverage, StepContext
-from xcal.methods.xcal import XcalRule
+from xcal.methods.xcal_steered import SteeredRule
 
 Patch = pytest.MonkeyPatch
 
@@ -260,7 +263,7 @@ def raw_signal_traced(patch: Patch) -> None:
         made = real(*args, **options)
         return made if made.signal is None else replace(made, signal=raw["signal"])
 
-    patch.setattr(xcal.methods.xcal, "StepRecord", record)
+    patch.setattr(xcal.methods.xcal_steered, "StepRecord", record)
 
 
 def raw_count_steers(patch: Patch) -> None:
@@ -390,15 +393,15 @@ def _brightest(context: StepContext, channels: tuple[int, ...]) -> tuple[int, ..
 
 
 def private_geometry(patch: Patch) -> None:
-    real = xcal.methods.xcal.next_bound
+    real = xcal.methods.xcal_steered.next_bound
 
-    def mutated(context: StepContext, rule: XcalRule, state: Any) -> Any:
+    def mutated(context: StepContext, rule: SteeredRule, state: Any) -> Any:
         state, _ = real(context, rule, state)
         if state.channels:
             state = replace(state, channels=_brightest(context, state.channels))
         return real(context, rule, state)
 
-    patch.setattr(xcal.methods.xcal, "next_bound", mutated)
+    patch.setattr(xcal.methods.xcal_steered, "next_bound", mutated)
 
 
 def private_channels(patch: Patch) -> None:
@@ -427,13 +430,13 @@ def less_than_charged(patch: Patch) -> None:
 
 
 def scaled_fraction(patch: Patch) -> None:
-    real = xcal.methods.xcal._gradient_and_scores
+    real = xcal.methods.xcal_steered._gradient_and_scores
 
-    def mutated(context: Any, step: int, batch: Any, rule: XcalRule, bound: Any) -> Any:
+    def mutated(context: Any, step: int, batch: Any, rule: SteeredRule, bound: Any) -> Any:
         sums, centered, counted = real(context, step, batch, rule, bound)
         return sums, centered / rule.signal_fraction, counted
 
-    patch.setattr(xcal.methods.xcal, "_gradient_and_scores", mutated)
+    patch.setattr(xcal.methods.xcal_steered, "_gradient_and_scores", mutated)
 
 
 # --- who is drawn ---------------------------------------------------------------------------------
@@ -598,7 +601,37 @@ def seeded_engine(patch: Patch) -> None:
 
 # --- which check must notice which ----------------------------------------------------------------
 
+# --- noise that sites share under masks -----------------------------------------------------------
+
+
+def share_by_all(patch: Patch) -> None:
+    patch.setattr(Roster, "honest_of", lambda self, sites: sites)
+
+
+def one_mask_key(patch: Patch) -> None:
+    @instead(patch, MaskKeys, "_stream")
+    def _(real: Any, self: Any, attempt: Any, *rest: Any) -> Any:
+        return real(self, replace(attempt, round=0, number=0, terms=""), *rest)
+
+
+def grid_after_noise(patch: Patch) -> None:
+    @instead(patch, ChargedShare, "contribute")
+    def _(real: Any, self: ChargedShare, values: Any, **options: Any) -> Any:
+        grid = self.mechanism.grid
+        assert grid is not None
+        real(self, values, **options)
+        rng = np.random.default_rng(len(values))
+        flat = [torch.as_tensor(values[p.name]).double().reshape(-1) for p in grid.parts]
+        exact = torch.cat([v * grid.fineness(p) for v, p in zip(flat, grid.parts, strict=True)])
+        return np.rint(exact.numpy() + grid.scale * rng.normal(size=grid.size)).astype(np.int64)
+
+
+def rounding_not_counted(patch: Patch) -> None:
+    patch.setattr(xcal.dp.distributed, "ROUNDING", 0.0)
+
+
 SHORT = "tests/audit/test_short_audit.py::"
+SHARED = "tests/properties/test_distributed.py::"
 SENSITIVITY = (
     "tests/properties/test_sensitivity.py::"
     "test_one_unit_moves_every_release_by_at_most_what_was_paid_for"
@@ -666,7 +699,7 @@ MUTANTS = (
         "signal-free",
         "the signal is released but not charged",
         signal_not_charged,
-        (SHORT + "test_every_release_of_a_step_was_charged[xcal]",),
+        (SHORT + "test_every_release_of_a_step_was_charged[xcal-steered]",),
     ),
     Mutant(
         "two-draws",
@@ -693,7 +726,7 @@ MUTANTS = (
         "draw-first",
         "the batch is drawn before it is paid for",
         draw_before_pay,
-        (ORDER + "[xcal-0]",),
+        (ORDER + "[xcal-steered-0]",),
     ),
     Mutant(
         "charge-late",
@@ -706,7 +739,7 @@ MUTANTS = (
         "the budget starts anew every round",
         budget_reset,
         (
-            SHORT + "test_charges_stay_within_the_budget_over_all_rounds[xcal]",
+            SHORT + "test_charges_stay_within_the_budget_over_all_rounds[xcal-steered]",
             ACCOUNT + "test_a_ledger_continues_over_processes",
         ),
     ),
@@ -728,7 +761,7 @@ MUTANTS = (
         "odometer-reset",
         "the odometer counts the last round only",
         odometer_reset,
-        (ASKED + "test_what_a_run_says_it_spent_is_what_its_ledger_says[xcal]",),
+        (ASKED + "test_what_a_run_says_it_spent_is_what_its_ledger_says[xcal-steered]",),
     ),
     Mutant(
         "rounded-down",
@@ -755,7 +788,7 @@ MUTANTS = (
         "raw-trace",
         "the trace holds the signal without noise",
         raw_signal_traced,
-        (TAINT + "[xcal-0]",),
+        (TAINT + "[xcal-steered-0]",),
     ),
     Mutant(
         "raw-count",
@@ -801,7 +834,7 @@ MUTANTS = (
         "drawn-signal",
         "the signal is divided by the drawn batch size",
         drawn_signal_divisor,
-        (TAINT + "[xcal-1]",),
+        (TAINT + "[xcal-steered-1]",),
     ),
     Mutant(
         "answered-divisor",
@@ -832,7 +865,7 @@ MUTANTS = (
         "private-geometry",
         "xcal's spared channels are read from private images",
         private_geometry,
-        (TAINT + "[xcal-2]", FOLLOWS + "[xcal-2]"),
+        (TAINT + "[xcal-steered-2]", FOLLOWS + "[xcal-steered-2]"),
     ),
     Mutant(
         "private-channels",
@@ -938,7 +971,7 @@ MUTANTS = (
         "one-key",
         "signal and gradient take their noise from one stream",
         one_key,
-        (FOLLOWS + "[xcal-0]", ORDER + "[xcal-0]"),
+        (FOLLOWS + "[xcal-steered-0]", ORDER + "[xcal-steered-0]"),
     ),
     Mutant(
         "seed-keyed",
@@ -984,6 +1017,39 @@ MUTANTS = (
         "given sites are charged for noise from the experiment's seed",
         seeded_engine,
         (ENTROPY + "test_the_local_engine_gives_every_site_a_stream_of_its_own[sites]",),
+    ),
+    Mutant(
+        "share-by-all",
+        "a share of the noise is that of N sites, and h of them are honest",
+        share_by_all,
+        (
+            "tests/audit/test_masked_view.py::test_the_honest_add_the_noise_that_ledgers_say",
+            "tests/federation/test_masks.py::test_too_few_sites_or_too_little_noise_are_refused",
+        ),
+    ),
+    Mutant(
+        "one-mask-key",
+        "one stream of masks serves all attempts",
+        one_mask_key,
+        (
+            "tests/federation/test_masks.py::test_keys_are_of_one_run_one_round_and_one_attempt",
+            "tests/audit/test_masked_view.py::test_two_attempts_give_nothing_away_beside_their_sums",
+        ),
+    ),
+    Mutant(
+        "grid-after-noise",
+        "shared noise is added in floats, and the grid comes after it",
+        grid_after_noise,
+        (
+            SHARED + "test_what_is_contributed_is_what_was_charged_once",
+            SHARED + "test_the_same_noise_parts_two_sums_by_what_their_grids_do",
+        ),
+    ),
+    Mutant(
+        "free-rounding",
+        "what rounding adds to the sensitivity of a shared sum is not counted",
+        rounding_not_counted,
+        (SHARED + "test_rounding_can_really_add_what_is_counted",),
     ),
 )
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}

@@ -13,7 +13,7 @@ from xcal.audit import suite as module
 from xcal.audit.inversion import Inverted
 from xcal.audit.suite import QUICK, Suite
 
-METHODS = ["fl", "fl-dp", "xcal"]
+METHODS = ["fl", "fl-dp", "xcal-steered"]
 
 
 class _Member:
@@ -58,7 +58,7 @@ def test_what_was_found_before_an_interruption_is_not_worked_on_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attacker = _Attacker(monkeypatch)
-    attacker.stops_at = "xcal"
+    attacker.stops_at = "xcal-steered"
     with pytest.raises(KeyboardInterrupt):
         Suite({}, METHODS, QUICK).run(["membership"], tmp_path)
     assert attacker.asked == ["fl", "fl-dp"]
@@ -66,7 +66,7 @@ def test_what_was_found_before_an_interruption_is_not_worked_on_again(
 
     attacker.stops_at, attacker.asked = None, []
     found = Suite({}, METHODS, QUICK).run(["membership"], tmp_path)
-    assert attacker.asked == ["xcal"]
+    assert attacker.asked == ["xcal-steered"]
     assert [row["method"] for row in found["membership"]] == METHODS
     assert not (tmp_path / "parts").exists()
 

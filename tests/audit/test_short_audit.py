@@ -48,7 +48,7 @@ def gradient_audit(method: str) -> Any:
     return audit_method(made, pictures(60), 8, canary="gradient", canaries=1000)
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "agp-dp"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "agp-dp"])
 def test_gradient_canaries_find_no_more_than_was_charged(method: str) -> None:
     steps, rounds, final = gradient_audit(method)
     assert not any(a.broken for a in (steps, rounds, final))
@@ -87,7 +87,7 @@ def test_loud_pictures_are_not_found() -> None:
     assert steps.epsilon_found <= 0.5
 
 
-@pytest.mark.parametrize("method", ["xcal", "xcal-paper", "adaptive-clip"])
+@pytest.mark.parametrize("method", ["xcal-steered", "xcal-paper", "adaptive-clip"])
 def test_every_release_of_a_step_was_charged(method: str) -> None:
     made = experiment(method=method, batch=20, signal_every=1)
     data = LocalData(pictures(60), unit="record", images_per_unit=1)
@@ -103,7 +103,7 @@ def test_every_release_of_a_step_was_charged(method: str) -> None:
         assert step.sigma >= gradient.noise / gradient.sensitivity * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "xcal"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered"])
 def test_charges_stay_within_the_budget_over_all_rounds(method: str) -> None:
     made = experiment(method=method, batch=20, rounds=4)
     data = LocalData(pictures(60), unit="record", images_per_unit=1)

@@ -258,7 +258,7 @@ def test_two_answers_of_one_client_to_one_request_share_no_noise(tmp_path: Path)
 
 @pytest.mark.parametrize("given", ["noise", "sites"])
 def test_the_local_engine_gives_every_site_a_stream_of_its_own(given: str, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {**TINY, "method": "xcal", "noise": "secure"}
+    keys: dict[str, Any] = {**TINY, "method": "xcal-steered", "noise": "secure"}
     if given == "sites":
         del keys["noise"]
         sites = [tmp_path / f"site {client}" for client in range(3)]

@@ -126,7 +126,7 @@ def test_spending_stays_within_the_budget(finished: Any, method: str) -> None:
 
 
 def test_fl_dp_and_xcal_take_all_steps_and_spend_nearly_all(finished: Any) -> None:
-    for method in ("fl-dp", "xcal"):
+    for method in ("fl-dp", "xcal-steered"):
         for client in finished[method][1]["clients"]:
             assert client["steps"] == TINY["rounds"] * math.ceil(client["units"] / TINY["batch"])
             assert not client["halted"]
@@ -144,8 +144,8 @@ def test_same_seed_same_model(finished: Any, method: str, tmp_path: Path) -> Non
 
 
 def test_another_seed_another_model(finished: Any, tmp_path: Path) -> None:
-    xcal.run(tmp_path / "other", method="xcal", **{**TINY, "seed": 5})
-    first, _ = read_tensors(finished["xcal"][0] / "model.safetensors")  # type: ignore[misc]
+    xcal.run(tmp_path / "other", method="xcal-steered", **{**TINY, "seed": 5})
+    first, _ = read_tensors(finished["xcal-steered"][0] / "model.safetensors")  # type: ignore[misc]
     second, _ = read_tensors(tmp_path / "other" / "model.safetensors")  # type: ignore[misc]
     assert not torch.equal(first["head.weight"], second["head.weight"])
 
@@ -159,7 +159,7 @@ def test_every_key_is_of_use_to_some_method() -> None:
 def test_xcal_with_no_reach_and_no_price_is_static_noise(tmp_path: Path) -> None:
     # w = 0 and an (almost) free signal: σ within one step of the grid, 0.2 %, of fl-dp's under the
     # same accountant.
-    xcal.run(tmp_path / "x", method="xcal", **{**TINY, "w": 0.0, "kappa": 1e6})
+    xcal.run(tmp_path / "x", method="xcal-steered", **{**TINY, "w": 0.0, "kappa": 1e6})
     shape = {"units": 51, "batch": 10, "rounds": 3, "epsilon": 8.0, "delta": 1e-3}
     static = xcal.plan(method="fl-dp", accountant="renyi", **shape).sigma_static
     sigmas = [t["sigma"] for t in lines(tmp_path / "x" / "trace.jsonl") if t["client"] == "0"]
@@ -176,7 +176,9 @@ def test_a_refused_run_leaves_nothing(method: str, tmp_path: Path) -> None:
 
 
 def test_groups_are_drawn_and_counted_as_units(tmp_path: Path) -> None:
-    result = xcal.run(tmp_path / "g", method="xcal", **{**TINY, "unit": "group", "batch": 5})
+    result = xcal.run(
+        tmp_path / "g", method="xcal-steered", **{**TINY, "unit": "group", "batch": 5}
+    )
     assert result["unit"] == "group"
     assert sum(c["units"] for c in result["clients"]) == 50  # 150 images in groups of three
     statement = (tmp_path / "g" / "statement.txt").read_text()
@@ -184,7 +186,9 @@ def test_groups_are_drawn_and_counted_as_units(tmp_path: Path) -> None:
 
 
 def test_partial_participation_plans_only_own_rounds(tmp_path: Path) -> None:
-    result = xcal.run(tmp_path / "p", method="xcal", **{**TINY, "participants": 2, "rounds": 4})
+    result = xcal.run(
+        tmp_path / "p", method="xcal-steered", **{**TINY, "participants": 2, "rounds": 4}
+    )
     schedule = json.loads((tmp_path / "p" / "schedule.json").read_text())
     assert all(len(r) == 2 for r in schedule)
     for client in result["clients"]:

@@ -60,7 +60,7 @@ def test_a_plan_that_promises_more_than_it_pays_is_refused(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", misbehaving.NETWORKS)
 def test_a_network_that_remembers_or_mixes_is_refused(name: str, tmp_path: Path) -> None:
-    for method in ("fl-dp", "xcal"):
+    for method in ("fl-dp", "xcal-steered"):
         keys = {**QUICK, "method": method, "network": f"misbehaving:{name}"}
         with pytest.raises(DependentNetwork):
             xcal.run(tmp_path / "run", **keys)

@@ -31,7 +31,7 @@ from xcal.methods.context import Optimizer, ReplayKey, StepContext
 from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
 from xcal.methods.step_parts import dp_step
-from xcal.methods.xcal import XcalRule, XcalState, xcal_step
+from xcal.methods.xcal_steered import SteeredRule, SteeredState, steered_step
 
 KEYS = {"epsilon": 8.0, "delta": 1e-3, "batch": 20, "rounds": 4}
 STEPS = 4
@@ -124,11 +124,11 @@ def test_xcal_without_signal_and_reach_is_static_noise_of_its_own_sigma(
     static: Any, tmp_path: Path
 ) -> None:
     plan, _ = static
-    rule = XcalRule(plan, SignalSettings(), w=0.0, with_signal=False, channels=ChannelRule(0.0))
+    rule = SteeredRule(plan, SignalSettings(), w=0.0, with_signal=False, channels=ChannelRule(0.0))
     used: list[float] = []
 
     def ours(context: StepContext, number: int, state: Any) -> Any:
-        state, record = xcal_step(context, number, rule, state or XcalState())
+        state, record = steered_step(context, number, rule, state or SteeredState())
         used.append(record.sigma)
         return state, record
 
@@ -171,7 +171,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     for geometry, clipping in COMBINATIONS:
         folder = base / f"{geometry}-{clipping}"
         keys = {"geometry": geometry, "clipping": clipping, "signal_every": 2}
-        xcal.run(folder, method="xcal", **{**QUICK, **keys})
+        xcal.run(folder, method="xcal-steered", **{**QUICK, **keys})
         folders[geometry, clipping] = folder
     return folders
 
@@ -211,7 +211,7 @@ def test_each_part_changes_what_is_learnt_and_off_it_changes_nothing(
         assert not same(weights(finished[one]), weights(finished[other]))
     # Protection 1 spares nobody: to the bit the same as no geometry.
     keys = {"geometry": "importance", "protection": 1.0, "signal_every": 2}
-    xcal.run(tmp_path / "off", method="xcal", **{**QUICK, **keys})
+    xcal.run(tmp_path / "off", method="xcal-steered", **{**QUICK, **keys})
     assert same(weights(tmp_path / "off"), weights(finished["none", "fixed"]))
 
 
@@ -220,7 +220,7 @@ def test_each_part_changes_what_is_learnt_and_off_it_changes_nothing(
     [
         {"method": "agp-dp"},
         {"method": "adaptive-clip"},
-        {"method": "xcal", "geometry": "importance", "clipping": "quantile"},
+        {"method": "xcal-steered", "geometry": "importance", "clipping": "quantile"},
     ],
 )
 def test_a_round_taken_up_in_the_middle_ends_the_same(
@@ -265,7 +265,7 @@ def test_another_geometry_is_another_query(tmp_path: Path) -> None:
 
 def test_a_network_whose_cam_layer_is_frozen_is_refused(tmp_path: Path) -> None:
     frozen = {**QUICK, "network": "resnet18", "train": "head"}
-    for keys in ({"method": "agp-dp"}, {"method": "xcal", "geometry": "importance"}):
+    for keys in ({"method": "agp-dp"}, {"method": "xcal-steered", "geometry": "importance"}):
         with pytest.raises(UserError, match="does not train here"):
             xcal.run(tmp_path / "r", **{**frozen, **keys})
     assert not (tmp_path / "r").exists()

@@ -91,7 +91,7 @@ def test_every_released_coordinate_lies_on_the_grid(
     assert len(paid) == len(seen.tensors) + len(seen.scalars)
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "xcal-paper"])
 def test_the_optimiser_sees_the_rounded_sum_over_b_and_nothing_else(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

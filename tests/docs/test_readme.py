@@ -22,6 +22,7 @@ COMMANDS = [
     for line in (re.sub(r"\s+#.*", "", each).strip() for each in block.splitlines())
     if line
 ]
+LINKS = re.findall(r"^\[([a-z0-9-]+)\]: (\S+)$", TEXT, re.MULTILINE)
 OF_XCAL = [command for command in COMMANDS if command.startswith("xcal ")]
 # What takes minutes or several processes runs elsewhere: tests/unit/test_demo.py, tests/federation.
 ELSEWHERE = ("xcal demo", "xcal federation ", "xcal site show federation/")
@@ -32,6 +33,18 @@ def test_what_everybody_needs_is_on_two_screens() -> None:
     before, found, _ = TEXT.partition("\n## What is promised")
     shown = re.sub(r"^\[[a-z0-9-]+\]: .*\n", "", before, flags=re.MULTILINE)
     assert found and len(shown.splitlines()) <= 120
+
+
+def test_every_cell_of_the_comparison_has_its_source() -> None:
+    rows = [line.strip("| ").split(" | ") for line in TEXT.splitlines() if line.startswith("| ")]
+    start = next(i for i, row in enumerate(rows) if row[0] == "what users ask for")
+    compared = rows[start + 1 : start + 9]
+    assert all(len(row) == 5 for row in compared) and compared[-1][0].startswith("hides")
+    names = {name: name in dict(LINKS) for name in re.findall(r"\]\[([a-z0-9-]+)\]", TEXT)}
+    assert all(names.values()), names
+    for asked, *cells in compared:
+        for cell in cells:  # a link, or the row's or the cell's note
+            assert re.search(r"\]\(|\]\[| ²", cell) or "¹" in asked, (asked, cell)
 
 
 def test_commands_of_the_shell_are_there() -> None:

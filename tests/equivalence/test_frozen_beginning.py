@@ -188,7 +188,7 @@ def test_too_little_memory_falls_back_to_the_whole_network() -> None:
 
 
 def test_a_run_with_and_without_kept_activations_ends_alike(tmp_path: Path) -> None:
-    keys = {**TINY, **NETWORK, "train": "last:1", "method": "xcal", "rounds": 1, "lr": 0.1}
+    keys = {**TINY, **NETWORK, "train": "last:1", "method": "xcal-steered", "rounds": 1, "lr": 0.1}
     keys |= {"clients": 1, "units_per_client": 20, "road_images": 0, "road_test_images": 0}
     models = []
     for megabytes in (0, 64):

@@ -47,7 +47,7 @@ def apart(base: Path, one: dict[str, Any], two: dict[str, Any], **keys: Any) -> 
 def test_methods_that_do_the_same_give_the_same_model(tmp_path: Path) -> None:
     """A signal that is next to free and moves nothing is static noise."""
     static = {"method": "fl-dp", "accountant": "renyi"}
-    still = {"method": "xcal", "w": 0.0, "kappa": 1e4, "signal_source": "constant"}
+    still = {"method": "xcal-steered", "w": 0.0, "kappa": 1e4, "signal_source": "constant"}
     own = apart(tmp_path, static, still)
     shared = apart(tmp_path, static, still, paired=True)
     assert own > 0.05  # the luck of two streams of noise
@@ -60,10 +60,10 @@ def test_a_shared_stream_depends_on_all_but_the_method() -> None:
                        method=method)  # fmt: skip
         return SeededNoise(5, paired=paired).scalar(key)
 
-    assert drawn("fl-dp", paired=True) == drawn("xcal", paired=True)
-    assert drawn("fl-dp", paired=False) != drawn("xcal", paired=False)
+    assert drawn("fl-dp", paired=True) == drawn("xcal-steered", paired=True)
+    assert drawn("fl-dp", paired=False) != drawn("xcal-steered", paired=False)
     for other in ({"client": "1"}, {"round": 2}, {"step": 3}, {"block": "signal"}):
-        assert drawn("xcal", paired=True) != drawn("xcal", paired=True, **other)
+        assert drawn("xcal-steered", paired=True) != drawn("xcal-steered", paired=True, **other)
 
 
 def test_real_noise_is_never_shared(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_real_noise_is_never_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_a_trial_s_site_follows_its_own_file(tmp_path: Path, paired: bool) -> None:
-    experiment = make_experiment({**TINY, "method": "xcal", "paired": paired})
+    experiment = make_experiment({**TINY, "method": "xcal-steered", "paired": paired})
     site_dir = SiteDirectory.open(tiny_site(tmp_path / "site", experiment=experiment))
     noise = site_dir.noise()
     seed = site_dir.about.seed

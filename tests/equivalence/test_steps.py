@@ -21,8 +21,8 @@ from xcal.dp.ledger.rows import RunTerms, Terms
 from xcal.dp.noise import NoiseKey, NoiseSource, SeededNoise
 from xcal.experiments import make_experiment
 from xcal.explain.signal import SignalSettings
-from xcal.methods import xcal as steps_with_signal
 from xcal.methods import xcal_paper as paper
+from xcal.methods import xcal_steered as steps_with_signal
 from xcal.methods.client_data import Batch, LocalData
 from xcal.methods.context import Optimizer, ReplayKey, StepContext, digest_tensors
 from xcal.methods.registry import plan_for
@@ -81,7 +81,7 @@ def test_no_noise_and_no_clipping_is_plain_sgd(unit: str, kind: str) -> None:
 def account(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     """A plan and its account: of the test's `method`, or of ours."""
     called = getattr(request.node, "callspec", None)
-    method = "xcal" if called is None else called.params.get("method", "xcal")
+    method = "xcal-steered" if called is None else called.params.get("method", "xcal-steered")
     plan = plan_for(
         make_experiment({"method": method, "epsilon": 8.0, "delta": 1e-3, "batch": 20}), 150
     )
@@ -100,7 +100,7 @@ def with_nan(batch: Batch, unit: int) -> Batch:
     return Batch(images, batch.labels, batch.units, batch.n_units)
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "xcal-paper"])
 def test_a_record_of_nans_changes_nothing(method: str, account: Any, tmp_path: Path) -> None:
     """A unit that is not finite contributes exactly what a null unit does: zero, everywhere."""
     plan, book = account
@@ -125,9 +125,9 @@ def one_step(method: str, context: StepContext, plan: Plan, book: Account) -> No
     book._last = (-1, -1)
     if method == "fl-dp":
         dp_step(context, 0, sigma=plan.sigma_static)
-    elif method == "xcal":
-        rule = steps_with_signal.XcalRule(plan, SignalSettings())
-        steps_with_signal.xcal_step(context, 0, rule, steps_with_signal.XcalState())
+    elif method == "xcal-steered":
+        rule = steps_with_signal.SteeredRule(plan, SignalSettings())
+        steps_with_signal.steered_step(context, 0, rule, steps_with_signal.SteeredState())
     else:
         rule_p = paper.PaperRule(plan, SignalSettings(positive_only=False))
         paper.paper_step(context, 0, rule_p, paper.PaperState())
@@ -139,7 +139,7 @@ def test_nan_units_contribute_zero_to_the_signal(account: Any) -> None:
     whole = LocalData(images, unit="record", images_per_unit=1).draw(
         0.1, SeededNoise(0), NoiseKey("0", "m", 0, 0, "draw")
     )
-    rule = steps_with_signal.XcalRule(plan, SignalSettings())
+    rule = steps_with_signal.SteeredRule(plan, SignalSettings())
     bad = torch.zeros(whole.n_units, dtype=torch.bool)
     bad[2] = True
     context = bench_with(Fixed(images, whole))
@@ -164,8 +164,10 @@ def test_an_empty_draw_is_a_noise_only_step(account: Any) -> None:
     context = bench_with(Fixed(images, empty), account=book)
     before = {k: v.clone() for k, v in context.model.state_dict().items()}
     spent = book.filter.spent
-    rule = steps_with_signal.XcalRule(plan, SignalSettings())
-    state, record = steps_with_signal.xcal_step(context, 0, rule, steps_with_signal.XcalState())
+    rule = steps_with_signal.SteeredRule(plan, SignalSettings())
+    state, record = steps_with_signal.steered_step(
+        context, 0, rule, steps_with_signal.SteeredState()
+    )
     assert book.filter.spent > spent
     assert state.signals == 1
     assert record.signal is not None

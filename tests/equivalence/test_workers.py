@@ -72,8 +72,8 @@ def reaches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"method": "xcal", "optimizer": "momentum", "lr": 0.1},
-        {"method": "xcal", "clipping": "quantile", "average_steps": 0.5, "epsilon": 0.9},
+        {"method": "xcal-steered", "optimizer": "momentum", "lr": 0.1},
+        {"method": "xcal-steered", "clipping": "quantile", "average_steps": 0.5, "epsilon": 0.9},
         pytest.param({"method": "fl"}, marks=pytest.mark.slow),
         {"method": "dp-fedavg", "optimizer": "adam", "lr": 0.01},
         pytest.param({"method": "adap-dpfl"}, marks=pytest.mark.slow),
@@ -140,7 +140,7 @@ def test_by_default_there_are_as_many_as_cores_and_the_key_shapes_no_digest(tmp_
 def test_a_run_with_one_number_of_workers_is_resumed_with_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = {**QUICK, "method": "xcal"}
+    keys = {**QUICK, "method": "xcal-steered"}
     xcal.run(tmp_path / "whole", **keys)
 
     class Enough(Exception):
@@ -211,7 +211,7 @@ def test_a_round_that_cannot_be_set_aside_is_ended_where_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No room for a saved step: nothing may be trained, and paid for, a second time."""
-    keys = {**QUICK, "method": "xcal", "noise": "secure"}
+    keys = {**QUICK, "method": "xcal-steered", "noise": "secure"}
     monkeypatch.setattr(RunMemory, "save_progress", lambda *args: False)
     result = xcal.run(tmp_path / "run", **{**keys, "workers": 2})
     steps = [c["steps"] for c in result["clients"]]
@@ -221,7 +221,7 @@ def test_a_round_that_cannot_be_set_aside_is_ended_where_it_began(
 
 
 def test_secure_steps_are_paid_for_once_where_a_client_changes_its_worker(tmp_path: Path) -> None:
-    keys = {**QUICK, "method": "xcal", "noise": "secure", "workers": 2}
+    keys = {**QUICK, "method": "xcal-steered", "noise": "secure", "workers": 2}
     result = xcal.run(tmp_path / "run", **keys)
     for client, told in enumerate(result["clients"]):
         rows = read_rows(tmp_path / "run" / "clients" / str(client) / "ledger.sqlite")

@@ -20,7 +20,7 @@ from xcal.experiments import KEYS
 
 VALUES = (
     "", " ", "-1", "0", "1", "7", "1e9", "999999999999999999999", "nan",
-    "inf", "-inf", "1e-400", "xcal", "fl", "fl-dp", "nosuch", "smear2",
+    "inf", "-inf", "1e-400", "xcal-steered", "fl", "fl-dp", "nosuch", "smear2",
     "record", "group", "é", "a" * 500, "..", "/dev/null", "nowhere/at/all",
     ".", "broken.bin", "broken.toml", "folder", "=", "--", "key=value", "epsilon=", "=5",
     "epsilon=-1", "data=support:tiny", "\x7f", "%s", "{}", "'; x", "*",

@@ -248,7 +248,7 @@ BODIES = (
     '{"run":"run","round":0,"step":0,"rate":2,"sigma":-1,"cost":1,"releases":[["g",1,0]]}',
     '{"run":"run","round":0,"step":0,"rate":0.05,"sigma":2,"cost":1e308,"releases":[["g",2,1]]}',
     '{"run":"run","round":"a","step":{},"rate":[],"sigma":null,"cost":1,"releases":"gradient"}',
-    '{"run":"run","method":"xcal","unit":"x","epsilon":null,"delta":null,"order":0,"budget":-1,'
+    '{"run":"run","method":"xcal-steered","unit":"x","epsilon":null,"delta":null,"order":0,"budget":-1,'
     '"steps":"many","noise":7}',
 )  # fmt: skip
 KINDS = ("create", "run", "charge", "halt", "unbounded", "other")

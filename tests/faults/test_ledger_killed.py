@@ -47,7 +47,7 @@ from xcal.dp.calibration import PlanShape, plan_xcal
 from xcal.dp.noise import SecureNoise
 from xcal.dp.clipping import ClippingEngine
 from xcal.methods.context import StepContext, LocalData, Optimizer
-from xcal.methods.xcal import XcalRule, XcalState, xcal_step
+from xcal.methods.xcal_steered import SteeredRule, SteeredState, steered_step
 
 torch.set_num_threads(1)
 
@@ -72,16 +72,16 @@ images = Images(
 model = small(3, seed=1, widths=(4, 4, 4, 4), groups=2)
 plan = plan_xcal(PlanShape(5.0, 1e-5, units=60, batch=6, rounds=4), kappa=5.0, w=0.5)
 terms = RunTerms(
-    "run", "xcal", "record", plan.epsilon, plan.delta, plan.order, plan.budget, plan.steps
+    "run", "xcal-steered", "record", plan.epsilon, plan.delta, plan.order, plan.budget, plan.steps
 )
 with Ledger(path) as ledger:
     context = StepContext(
-        client="0", method="xcal", round=0, first_step=0, model=model,
+        client="0", method="xcal-steered", round=0, first_step=0, model=model,
         engine=ClippingEngine(model), data=LocalData(images, unit="record", images_per_unit=1),
         noise=Stopping(), account=Account(ledger, terms, replayable=False),
         optimizer=Watched(model, "sgd", 0.1, 0.0), batch=6, clip=1.0,
     )
-    xcal_step(context, 0, XcalRule(plan, SignalSettings()), XcalState())
+    steered_step(context, 0, SteeredRule(plan, SignalSettings()), SteeredState())
 """
 
 

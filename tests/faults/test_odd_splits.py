@@ -47,7 +47,7 @@ def charged(folder: Path) -> int:
 
 
 FINISHES: dict[str, tuple[dict[str, Any], int]] = {  # keys, and how many things are not measured
-    "no test images": ({"data": "odd_data:no_test", "method": "xcal"}, 1),
+    "no test images": ({"data": "odd_data:no_test", "method": "xcal-steered"}, 1),
     "no validation images": ({"data": "odd_data:no_validation"}, 1),
     "training images only": ({"data": "odd_data:training_only"}, 2),
     "training images only, without a guarantee": (
@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # keys, and a word of the se
     ),
     "other logits": ({"data": "support:tiny", "network": "odd_data:two_logits"}, "3 classes"),
     "a signal without maps": (
-        {"data": "support:tiny", "network": "odd_data:blind", "method": "xcal"},
+        {"data": "support:tiny", "network": "odd_data:blind", "method": "xcal-steered"},
         "cam_layer",
     ),
     "stages that are none": (

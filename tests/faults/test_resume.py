@@ -99,7 +99,7 @@ DEATHS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["xcal", "xcal-paper"])
+@pytest.mark.parametrize("method", ["xcal-steered", "xcal-paper"])
 def test_killed_everywhere_and_resumed_is_the_same_run(method: str, tmp_path: Path) -> None:
     keys = {**TINY, "method": method, "optimizer": "momentum", "lr": 0.1}
     expected = xcal.run(tmp_path / "whole", **keys)
@@ -122,7 +122,7 @@ def test_killed_everywhere_and_resumed_is_the_same_run(method: str, tmp_path: Pa
 
 
 def test_redone_steps_under_secure_noise_are_charged_again(tmp_path: Path) -> None:
-    keys = {**TINY, "method": "xcal", "noise": "secure"}
+    keys = {**TINY, "method": "xcal-steered", "noise": "secure"}
     die("after-charge", 3, tmp_path / "run", keys)  # client 0, round 0: the third step in flight
     before = charges(tmp_path / "run", "0")
     assert before == [(0, 0), (0, 1), (0, 2)]
@@ -140,10 +140,10 @@ def test_a_finished_round_is_not_paid_twice_under_secure_noise(tmp_path: Path) -
 
 
 def test_resume_works_from_the_first_instant(tmp_path: Path) -> None:
-    keys = {**TINY, "method": "xcal"}
+    keys = {**TINY, "method": "xcal-steered"}
     RunFolder.create(tmp_path / "run", make_experiment(keys), sorted(keys))
     result = xcal.run(tmp_path / "run", resume=True)
-    assert result["method"] == "xcal"
+    assert result["method"] == "xcal-steered"
     # on a finished run it gives the result again
     assert xcal.run(tmp_path / "run", resume=True) == result
 
@@ -171,7 +171,7 @@ def test_other_inputs_under_the_same_noise_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_site_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
-    die("before-checkpoint", 3, tmp_path / "run", {**TINY, "method": "xcal"})
+    die("before-checkpoint", 3, tmp_path / "run", {**TINY, "method": "xcal-steered"})
     for reply in (tmp_path / "run" / "clients").glob("0/runs/*/reply.safetensors"):
         reply.unlink()
     with pytest.raises(UserError, match="does not remember"):
@@ -182,7 +182,7 @@ def test_a_site_that_forgot_its_rounds_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_older_ledger_is_refused_on_resume(tmp_path: Path) -> None:
-    keys = {**TINY, "method": "xcal"}
+    keys = {**TINY, "method": "xcal-steered"}
     die("before-checkpoint", 2, tmp_path / "run", keys)
     site_dir = tmp_path / "run" / "clients" / "0"
     for name in ("ledger.sqlite", "ledger.head", "ledger.sqlite-wal", "ledger.sqlite-shm"):
@@ -195,7 +195,7 @@ def test_a_missing_or_older_ledger_is_refused_on_resume(tmp_path: Path) -> None:
 def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:
     from xcal.federation.files import lock_folder
 
-    keys = {**TINY, "method": "xcal"}
+    keys = {**TINY, "method": "xcal-steered"}
     die("before-checkpoint", 1, tmp_path / "run", keys)
     handle = lock_folder(tmp_path / "run")
     try:
@@ -208,7 +208,7 @@ def test_two_processes_cannot_work_on_one_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_control_c_loses_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = ["run", *sets(method="xcal", rounds=60), "--out", str(out)]
+    words = ["run", *sets(method="xcal-steered", rounds=60), "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "xcal", *words],
         env=xcal_environment(),

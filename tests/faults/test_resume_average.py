@@ -45,7 +45,7 @@ def model_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_run_with_averages_and_views_ends_as_the_whole_one(tmp_path: Path) -> None:
     keys = {
         **TINY,
-        "method": "xcal",
+        "method": "xcal-steered",
         "rounds": 2,
         "average_steps": 0.6,
         "views": 3,

@@ -216,7 +216,7 @@ def test_no_room_for_the_answer_is_told_before_anything_is_paid(
 def test_a_floor_that_the_first_step_would_break_reserves_nothing(
     tmp_path: Path, keys: dict[str, Any]
 ) -> None:
-    experiment = make_experiment({**TINY, "method": "xcal", **keys})
+    experiment = make_experiment({**TINY, "method": "xcal-steered", **keys})
     plan = method_of(experiment).plan(experiment, 51, 3)
     assert plan is not None
     for factor, answered in ((1.001, False), (0.999, True)):

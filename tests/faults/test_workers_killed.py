@@ -20,7 +20,12 @@ from xcal.errors import UserError
 from xcal.federation import local
 from xcal.federation.files import read_tensors
 
-KEYS: dict[str, Any] = {"method": "xcal", "road_images": 0, "road_test_images": 0, "workers": 2}
+KEYS: dict[str, Any] = {
+    "method": "xcal-steered",
+    "road_images": 0,
+    "road_test_images": 0,
+    "workers": 2,
+}
 
 
 def slowly() -> None:

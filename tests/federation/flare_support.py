@@ -34,7 +34,7 @@ VIEWER = "auditor@three.example"
 
 # `smear`, small: a round takes a site about a second.
 EXPERIMENT = """
-method = "xcal"
+method = "xcal-steered"
 data = "smear"
 pixels = 32
 train_images = 300

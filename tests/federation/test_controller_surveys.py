@@ -45,7 +45,7 @@ class Direct(FlareCarrier):
 
 def run_job(tmp_path: Path, name: str, *, stops: bool = False, **given: Any) -> Path:
     """What the job left for the lead."""
-    keys = {**TINY, "method": "xcal", "rounds": 1, "quorum": 2, "round_timeout": 60.0}
+    keys = {**TINY, "method": "xcal-steered", "rounds": 1, "quorum": 2, "round_timeout": 60.0}
     made = XcalController(name, NAMES, {k: v for k, v in keys.items() if k != "batch"}, **given)
     made._experiment = {**(made._experiment or {}), "expected_batch_size": keys["batch"]}
     made._carrier = Direct(tmp_path, stops=stops)

@@ -23,7 +23,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.local import run_experiment
 from xcal.federation.setup import prepare_remote
 
-KEYS = {**TINY, "method": "xcal"}
+KEYS = {**TINY, "method": "xcal-steered"}
 NAMES = ("0", "1", "2")
 
 
@@ -68,7 +68,7 @@ def model_of(folder: Path) -> dict[str, torch.Tensor]:
     return found[0]
 
 
-@pytest.mark.parametrize("method", ["xcal", "fl-dp"])
+@pytest.mark.parametrize("method", ["xcal-steered", "fl-dp"])
 def test_clients_behind_messages_give_the_local_engines_result(tmp_path: Path, method: str) -> None:
     keys = {**KEYS, "method": method}
     expected = xcal.run(tmp_path / "local", **keys)

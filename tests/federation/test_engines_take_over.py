@@ -31,7 +31,7 @@ from xcal.federation.setup import prepare
 from xcal.federation.simulated import make_sites
 from xcal.federation.site_directory import SiteDirectory
 
-KEYS = {**TINY, "method": "xcal", "rounds": 3, "road_images": 0, "road_test_images": 0}
+KEYS = {**TINY, "method": "xcal-steered", "rounds": 3, "road_images": 0, "road_test_images": 0}
 KILLED_AT = 17  # a charge in the middle of a round
 
 
@@ -188,7 +188,7 @@ def started(out: Path, *words: str) -> subprocess.Popen[str]:
 @pytest.mark.timeout(900)
 def test_flower_killed_in_mid_round_goes_on_anywhere(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
-        "method": "xcal",
+        "method": "xcal-steered",
         "rounds": 12,
         "road_images": 0,
         "road_test_images": 0,

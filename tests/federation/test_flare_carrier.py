@@ -100,6 +100,45 @@ def test_nobody_waits_for_a_site_that_is_gone() -> None:
     assert made.exchange(2, {"a": b""}, 0.3) == {}
 
 
+def test_a_lost_site_is_waited_for_where_the_quorum_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = threading.Event()
+
+    def slow(_: bytes) -> Any:
+        late.wait(20)
+        return result(b"x")
+
+    made = carrier({"site-a": slow, "site-b": lambda _: result(b"y")})
+    made.quorum = 2
+    made.gone("site-a")
+    threading.Timer(0.5, late.set).start()
+    assert made.exchange(0, {"a": b"", "b": b""}, 60) == {"a": b"x", "b": b"y"}
+
+    # Nobody starts it again, or the time for it is over: the round ends short of its quorum.
+    began = time.monotonic()
+    late.clear()
+    made.gone("site-a", for_good=True)
+    assert made.exchange(1, {"a": b"", "b": b""}, 60) == {"b": b"y"}
+    monkeypatch.setattr("xcal.federation.nvflare.flare_carrier.COMES_BACK", 0.3)
+    made.gone("site-a")
+    assert made.exchange(2, {"a": b"", "b": b""}, 60) == {"b": b"y"}
+    assert time.monotonic() - began < 20
+    late.set()
+
+
+def test_who_could_not_make_up_the_quorum_is_not_waited_for() -> None:
+    made = carrier({f"site-{c}": (lambda _: None) for c in "abc"})
+    made.quorum = 3
+    made.gone("site-a", for_good=True)
+    made.gone("site-b")
+    assert made._expected(["a", "b", "c"], 0) == ["c"]
+    made.quorum = 2
+    assert made._expected(["a", "b", "c"], 0) == ["b", "c"]
+    assert made._expected(["a", "b"], 1) == ["b"]
+    assert made._expected(["a", "b"], 2) == []
+
+
 def test_an_aborted_job_stops_asking() -> None:
     with pytest.raises(Stopped):
         carrier({"site-a": lambda _: None}, stopped=True).exchange(0, {"a": b""}, 60)

@@ -31,7 +31,7 @@ KILLED = SITES[1]
 
 
 def test_what_happened_is_said_by_name() -> None:
-    assert Lost(1, True).text("b") == "b's worker died; the round goes on without it."
+    assert Lost(1, True).text("b") == "b's worker died; the round goes on with its quorum."
     assert Lost(2, False, "site").text("b") == (
         "b was lost (2 times); it was started again and takes part."
     )

@@ -84,7 +84,7 @@ def test_an_engine_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_simulation_gives_the_local_engines_result(tmp_path: Path) -> None:
-    keys = {"method": "xcal", "participants": 2, "clients": 4, "road_images": 0}
+    keys = {"method": "xcal-steered", "participants": 2, "clients": 4, "road_images": 0}
     xcal.run(tmp_path / "local", **{**TINY, **keys})
     words = ["run", *sets(**keys), "--engine", "flower", "--client-cpus", "1"]
     done = subprocess.run(
@@ -106,7 +106,7 @@ def test_the_simulation_gives_the_local_engines_result(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_control_c_loses_nothing_and_any_engine_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    quick = {"method": "xcal", "rounds": 12, "road_images": 0, "road_test_images": 0}
+    quick = {"method": "xcal-steered", "rounds": 12, "road_images": 0, "road_test_images": 0}
     words = ["run", *sets(**quick), "--engine", "flower", "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "xcal", *words],
@@ -309,7 +309,7 @@ with_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 def test_superlink_and_supernodes_give_the_local_engines_result(
     tmp_path: Path, deployment: Deployment
 ) -> None:
-    keys = {**TINY, "method": "xcal", "clients": 2, "rounds": 2, "road_images": 0}
+    keys = {**TINY, "method": "xcal-steered", "clients": 2, "rounds": 2, "road_images": 0}
     experiment = make_experiment(keys)
     xcal.run(tmp_path / "local", **keys)
     path = tmp_path / "experiment.toml"

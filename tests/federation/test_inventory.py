@@ -14,8 +14,10 @@ from xcal.federation.disclosure import CLASSES
 from xcal.federation.exchange import ClientReport, RoundReply
 from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.local_evaluation import TABLES
+from xcal.federation.masks import Masked
 from xcal.federation.messages import (
     Disclosure,
+    Introduction,
     Refusal,
     Reply,
     public_keys,
@@ -31,9 +33,12 @@ def test_every_field_of_the_messages_is_explained() -> None:
     names |= {f"trace.{f.name}" for f in fields(StepRecord)}
     names |= {f.name for f in fields(Refusal)}
     names |= {f.name for f in fields(Reply) if f.name != "answer"}
-    # A part of a masked sum stays in the local engine's process: no message carries it.
     assert {f.name for f in fields(RoundReply)} == {"report", "weights", "trace", "masked"}
     names |= {"weights", "trained", "format", "kind", "version"}
+    # A part of a masked sum: its numbers, and of which attempt. The site is the client.
+    assert {f.name for f in fields(Masked)} == {"site", "context", "numbers", "signature"}
+    names |= {"numbers", "masked.context", "masked.signature"}
+    names |= {f.name for f in fields(Introduction)}
     names |= {f.name for f in fields(Disclosure) if f.name != "tables"}
     names |= {f"tables.{name}" for name in (CLASSES, *TABLES)}
     assert names == set(EXPLAINED), "explain the field in federation/inventory.py"

@@ -136,7 +136,7 @@ def test_a_site_without_one_of_its_files_is_refused(
 
 
 def test_trial_sites_give_the_model_of_the_plain_simulation(invoke: Invoke, tmp_path: Path) -> None:
-    whole = make_experiment({**KEYS, "method": "xcal"})
+    whole = make_experiment({**KEYS, "method": "xcal-steered"})
     sites = [tiny_site(tmp_path / "sites", i, experiment=whole) for i in range(2)]
     assert run(invoke, tmp_path / "a", sites, noise="seeded")[0] == 0
     assert invoke("run", *words(), "--out", str(tmp_path / "b"))[0] == 0

@@ -21,7 +21,7 @@ from xcal.experiments import make_experiment
 from xcal.federation import messages
 from xcal.federation.coordinator import Answer, Remote
 from xcal.federation.exchange import Question, RoundReply, RoundRequest
-from xcal.federation.messages import VERSION, Edition, Refusal, Reply, decode_answer
+from xcal.federation.messages import VERSION, Edition, Refusal, Reply, decode_answer, public_keys
 from xcal.federation.site_directory import SiteDirectory
 from xcal.models.model_registry import build_network
 
@@ -55,18 +55,10 @@ class Recorded:
 
 def served(carrier: Recorded) -> Answer:
     """What a server of today makes of a site's answers to the request that was kept."""
-    experiment = make_experiment(KEYS)
+    experiment = make_experiment({**KEYS, "method": "xcal", "steering": "signal"})
     asked = RoundRequest("trial", 0, (0, 1, 2), experiment, ())
     remote = Remote(carrier, build_network(experiment, 3))
     return remote.ask(0, [Question("0", asked, a_request().weights, None)], None)["0"]
-
-
-def next_minor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Today's code as version 0.2.0, which also speaks 0.1."""
-    editions = {"0.1": Edition(), "0.2": Edition()}
-    for module in ("messages", "coordinator"):
-        monkeypatch.setattr(f"xcal.federation.{module}.VERSION", "0.2.0")
-        monkeypatch.setattr(f"xcal.federation.{module}.EDITIONS", editions)
 
 
 def test_a_site_of_today_answers_a_server_of_0_1(tmp_path: Path) -> None:
@@ -84,43 +76,38 @@ def test_a_site_of_today_answers_a_server_of_0_1(tmp_path: Path) -> None:
     assert asdict(now.report) | {"ledger_hash": ""} == asdict(before.report) | {"ledger_hash": ""}
 
 
-def test_a_server_of_today_takes_a_site_of_0_1() -> None:
-    carrier = Recorded({"0.1": kept("answer-0.1")})
-    said = served(carrier)
-    assert isinstance(said, RoundReply)
-    assert said.report.steps == 6
-    # and asks it for just what it was asked for then
-    (asked,) = carrier.asked
-    assert asked | {"version": ""} == header(kept("request-0.1")) | {"version": ""}
-
-
-def test_a_server_of_the_next_minor_version_goes_on_with_a_site_of_0_1(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    next_minor(monkeypatch)
+def test_a_server_of_today_goes_on_with_a_site_of_0_1() -> None:
     carrier = Recorded({"0.2": kept("refusal-0.1-to-0.2"), "0.1": kept("answer-0.1")})
     said = served(carrier)
     assert isinstance(said, RoundReply)
+    assert said.report.steps == 6
     assert [asked["edition"] for asked in carrier.asked] == ["0.2", "0.1"]
+    # and asks it for just what it was asked for then
     same = {"version": ""}
     assert carrier.asked[-1] | same == header(kept("request-0.1")) | same
 
 
-def test_a_site_of_the_next_minor_version_answers_a_server_of_0_1(
+def test_a_site_that_does_not_speak_0_1_says_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where it speaks 0.1: else it says both numbers."""
-    next_minor(monkeypatch)
-    assert isinstance(ask(tiny_site(tmp_path / "speaks"), kept("request-0.1")), Reply)
     monkeypatch.setattr(messages, "EDITIONS", {"0.2": Edition()})
-    site_dir = tiny_site(tmp_path / "does-not")
+    site_dir = tiny_site(tmp_path)
     said = ask(site_dir, kept("request-0.1"))
     assert said == Refusal("0", "other-version")
     assert isinstance(said, Refusal)
-    assert said.version == "0.2.0"
+    assert said.version == VERSION
     (entry,) = SiteDirectory.open(site_dir).refusals()
     assert "0.1.0" in entry["detail"]
-    assert "0.2.0" in entry["detail"]
+    assert VERSION in entry["detail"]
+
+
+def test_todays_xcal_is_not_asked_of_a_site_that_would_steer() -> None:
+    """What 0.1 calls xcal is another method: it gets the key that it does not know, and refuses."""
+    experiment = make_experiment({**KEYS, "method": "xcal"})
+    assert messages._carried(public_keys(experiment), "0.1")["steering"] == "none"
+    assert "steering" not in messages._carried(public_keys(experiment), "0.2")
+    static = make_experiment({**KEYS, "method": "fl-dp"})
+    assert not {"steering", "whiten"} & set(messages._carried(public_keys(static), "0.1"))
 
 
 def test_who_named_no_version_is_told_so(tmp_path: Path) -> None:
@@ -128,6 +115,6 @@ def test_who_named_no_version_is_told_so(tmp_path: Path) -> None:
     assert said == Refusal("0", "other-version")
     assert isinstance(said, Refusal)
     assert said.version == VERSION
-    assert served(Recorded({"0.1": kept("refusal-unnamed-to-0.1")})) == Refusal(
+    assert served(Recorded({"0.2": kept("refusal-unnamed-to-0.1")})) == Refusal(
         "0", "key-not-allowed"
     )

@@ -288,7 +288,7 @@ def use_up(site_dir: Path) -> None:
                 ledger.charge(Charge("earlier", 0, 0, 0.2, sigma, 1.0, paid))
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper", "adap-dpfl"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "xcal-paper", "adap-dpfl"])
 def test_a_run_that_cannot_pay_one_step_is_refused(
     invoke: Invoke, tmp_path: Path, method: str
 ) -> None:
@@ -387,7 +387,7 @@ def test_a_ledger_that_is_used_up_says_so(invoke: Invoke, tmp_path: Path) -> Non
         ({"max_steps": 3}, ("8 steps", "max_steps = 3")),
         ({"max_batch": 9}, ("batch = 10", "max_batch = 9")),
         ({"sigma_min": 50.0}, ("noise multiplier", "sigma_min = 50")),
-        ({"methods": ["xcal"]}, ("method = 'fl-dp'", "methods")),
+        ({"methods": ["xcal-steered"]}, ("method = 'fl-dp'", "methods")),
         ({"networks": ["small"]}, ("network = 'support:micro'", "networks")),
     ],
 )
@@ -501,7 +501,7 @@ def test_a_site_that_cannot_work_is_not_made(
 ) -> None:
     monkeypatch.setattr(support, "nameless", nameless, raising=False)
     trial = tmp_path / "trial.toml"
-    trial.write_text(to_toml(make_experiment({**TINY, "method": "xcal"}).resolved()))
+    trial.write_text(to_toml(make_experiment({**TINY, "method": "xcal-steered"}).resolved()))
     args = [str(trial) if word == "TRIAL" else word for word in args]
     code, _, err = init(invoke, tmp_path / "site", *args)
     assert code == 2

@@ -19,7 +19,7 @@ Invoke = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     path = tmp_path / "trial.toml"
-    path.write_text(to_toml(make_experiment({**TINY, "method": "xcal"}).resolved()))
+    path.write_text(to_toml(make_experiment({**TINY, "method": "xcal-steered"}).resolved()))
     return [
         *("site", "init", str(tmp_path / "site"), "--client", "0", "--population", "clinic"),
         *("--epsilon", "8", "--delta", "1e-3", "--experiment", str(path), "--seed", "0"),

@@ -42,7 +42,7 @@ def reply_of(site_dir: Path) -> Reply:
 
 def test_plan_rate_steps_and_report_follow_the_declaration(invoke: Invoke, tmp_path: Path) -> None:
     trial = tmp_path / "trial.toml"
-    trial.write_text(to_toml(make_experiment({**TINY, "method": "xcal"}).resolved()))
+    trial.write_text(to_toml(make_experiment({**TINY, "method": "xcal-steered"}).resolved()))
     site_dir = tmp_path / "site"
     words = (
         f"site init {site_dir} --client 0 --population clinic --epsilon 8 --delta 1e-3 --units 80"
@@ -119,7 +119,7 @@ def test_of_its_own_images_a_declared_number_covers_coming_and_going(
 
 
 def test_under_a_cap_only_zero_out_is_claimed(tmp_path: Path) -> None:
-    experiment = make_experiment({**TINY, "method": "xcal", "group_cap": 2})
+    experiment = make_experiment({**TINY, "method": "xcal-steered", "group_cap": 2})
     site_dir = declare(tiny_site(tmp_path, experiment=experiment), 60)
     report = reply_of(site_dir).answer.report
     assert (report.units, report.add_remove) == (60, False)

@@ -74,23 +74,23 @@ def test_the_defaults_of_an_edition_are_for_good() -> None:
 def test_a_newer_server_with_one_more_key_is_answered(tmp_path: Path) -> None:
     """It does not send the key it does not use."""
     data = encode_request(a_request())
-    newer = rewritten(data, version="0.1.9")
+    newer = rewritten(data, version="0.2.9")
     assert isinstance(ask(tiny_site(tmp_path), newer), Reply)
 
 
 def test_a_key_of_a_newer_version_is_another_version_and_no_intruder(tmp_path: Path) -> None:
     site_dir = tiny_site(tmp_path)
     data = encode_request(changed(brand_new=1))
-    said = ask(site_dir, rewritten(data, version="0.1.9"))
+    said = ask(site_dir, rewritten(data, version="0.2.9"))
     assert said == Refusal("0", "other-version")
     assert isinstance(said, Refusal)
     assert said.version == VERSION
     (entry,) = SiteDirectory.open(site_dir).refusals()
-    assert "0.1.9" in entry["detail"]
+    assert "0.2.9" in entry["detail"]
     assert VERSION in entry["detail"]
     # of the same version, or with a key that no server may set, it is an intruder as ever
     assert ask(site_dir, changed(brand_new=1)) == Refusal("0", "key-not-allowed")
-    local = rewritten(encode_request(changed(brand_new=1, noise="seeded")), version="0.1.9")
+    local = rewritten(encode_request(changed(brand_new=1, noise="seeded")), version="0.2.9")
     assert ask(site_dir, local) == Refusal("0", "key-not-allowed")
 
 
@@ -190,4 +190,4 @@ def test_own_methods_send_all_their_keys() -> None:
     own = replace(request, experiment={**request.experiment, "method": "mine:Method"})
     assert set(header(encode_request(own))["experiment"]) == set(own.experiment)
     assert not LOCAL_KEYS & set(public_keys(make_experiment(TINY)))
-    assert set(EDITIONS) == {"0.1"}
+    assert set(EDITIONS) == {"0.1", "0.2"}

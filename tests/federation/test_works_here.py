@@ -234,7 +234,9 @@ def test_a_lead_sees_what_sites_send_and_who_did_not(tmp_path: Path) -> None:
     terms: tuple[dict[str, Any], ...] = ({**COUNTS, **SENT}, {**COUNTS, **SENT}, {})
     for client, policy in enumerate(terms):
         tiny_site(tmp_path, client, **policy)
-    experiment = make_experiment({**TINY, "method": "xcal", "rounds": 1, "round_timeout": 9.0})
+    experiment = make_experiment(
+        {**TINY, "method": "xcal-steered", "rounds": 1, "round_timeout": 9.0}
+    )
     carrier = Direct(tmp_path)
     found = statistics_of("before", experiment, ["0", "1", "2", "silent"], (1.0, 1e-4), carrier)
     assert set(found["sites"]) == {"0", "1"} and found["missing"] == ["silent"]

@@ -123,7 +123,7 @@ def test_one_shared_draw_costs_more_than_two():
 def test_plan_of_our_method():
     # The figures a user is promised for this command line, to half a per cent.
     plan = xcal.plan(
-        method="xcal", epsilon=0.5, delta=DELTA, units=UNITS, batch=BATCH, rounds=ROUNDS
+        method="xcal-steered", epsilon=0.5, delta=DELTA, units=UNITS, batch=BATCH, rounds=ROUNDS
     )
     assert (plan.steps, plan.sample_rate) == (STEPS, RATE)
     assert plan.sigma_static == pytest.approx(4.23, rel=EXACT)

@@ -35,7 +35,7 @@ def test_a_fixed_plan_at_the_best_order(images: int, expected: float) -> None:
 
 
 def test_the_cap_is_enforced_and_stated(tmp_path: Path) -> None:
-    keys = {**TINY, "method": "xcal", "group_cap": 2}
+    keys = {**TINY, "method": "xcal-steered", "group_cap": 2}
     result = xcal.run(tmp_path / "run", **keys)
     assert sum(c["units"] for c in result["clients"]) == 100  # 50 patients, two images each
     statement = json.loads((tmp_path / "run" / "statement.json").read_text())

@@ -35,7 +35,9 @@ SIGMAS = (1.2, 1.5, 2.0, 4.0)
 COSTS = {sigma: step_cost(RATE, sigma, ORDER) for sigma in SIGMAS}
 
 
-def run_terms(name="run", *, epsilon=3.0, unit="record", method="xcal", steps=10) -> RunTerms:
+def run_terms(
+    name="run", *, epsilon=3.0, unit="record", method="xcal-steered", steps=10
+) -> RunTerms:
     budget = budget_at(ORDER, epsilon, DELTA)
     return RunTerms(name, method, unit, epsilon, DELTA, ORDER, budget, steps)
 

@@ -259,4 +259,4 @@ def test_networks_that_mix_or_draw_are_refused(
     monkeypatch.setattr(Careless, "cheat", cheat)
     monkeypatch.setattr("support.careless", careless, raising=False)
     with pytest.raises(UserError, match=says):
-        prepare(make_experiment({**TINY, "method": "xcal", "network": "support:careless"}))
+        prepare(make_experiment({**TINY, "method": "xcal-steered", "network": "support:careless"}))

@@ -116,9 +116,9 @@ def test_without_a_declaration_a_draw_is_what_it_was() -> None:
 
 METHODS: dict[str, dict[str, Any]] = {
     "fl-dp": {},
-    "xcal": {"w": 0.0},
+    "xcal-steered": {"w": 0.0},
     "xcal with parts": {
-        "method": "xcal",
+        "method": "xcal-steered",
         "w": 0.0,
         "clipping": "quantile",
         "geometry": "importance",
@@ -203,5 +203,5 @@ def test_a_null_unit_is_not_counted(name: str, tmp_path: Path) -> None:
 def test_a_null_unit_says_nothing_in_the_signal(tmp_path: Path) -> None:
     """Not even its −½: of 70 null units the released mean is ½."""
     nobody = tiny(train=3).train.take(np.arange(0))
-    reply = one_round(tmp_path / "none", nobody, "xcal", "record")
+    reply = one_round(tmp_path / "none", nobody, "xcal-steered", "record")
     assert reply.trace[0].signal == 0.5

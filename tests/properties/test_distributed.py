@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def account_of(folder: Path, order: float, budget: float) -> tuple[Ledger, Account]:
     path = folder / "ledger.sqlite"
+    folder.mkdir(exist_ok=True)
     create(path, Terms("p", "record", 1.0, 1e-5, simulated=True))
     ledger = Ledger(path)
     terms = RunTerms("r", "fl-dp", "record", 1.0, 1e-5, order, budget, 10)
@@ -171,6 +172,30 @@ def test_what_is_contributed_is_what_was_charged_once(tmp_path: Path) -> None:
             charged.draw(Nobody())
         assert len(ledger.charges("r")) == 1
     assert verify(tmp_path / "ledger.sqlite").ok  # by dp-accounting alone
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_noise_parts_two_sums_by_what_their_grids_do(tmp_path: Path, seed: int) -> None:
+    """Whole numbers before the noise: taken apart again, nothing of the noise is left."""
+    grid = grid_of()
+    given = []
+    rng = torch.Generator().manual_seed(seed)
+    values = {"gradient": torch.randn(50, generator=rng), "count": 1.5}
+    for number, scale in enumerate((0.0, 1.0)):
+        ledger, account = account_of(tmp_path / str(number), 8, 100.0)
+        with ledger:
+            charged = DistributedMechanism.of(0.1, grid).charge(
+                account,
+                0,
+                0,
+                inputs=None,
+                noise=SeededNoise(seed),
+                key=lambda block: NoiseKey("0", "fl-dp", 0, 0, block),
+            )
+            some = {name: value * scale for name, value in values.items()}
+            most = {"gradient": CLIP, "count": 0.5}
+            given.append(charged.contribute(some, sensitivities=most))
+    assert np.array_equal(given[1] - given[0], grid.round(values))
 
 
 def test_a_sum_that_one_unit_moves_further_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ from xcal.dp.accounting import budget_at, geometric_table, reference_cost
 from xcal.dp.calibration import PlanShape, plan_xcal
 from xcal.dp.filter import BudgetExhausted, RenyiFilter, add_up
 from xcal.explain.signal import SignalSettings
-from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma, smoothing_noise
+from xcal.methods.xcal_steered import (
+    SteeredRule,
+    SteeredState,
+    next_effective_sigma,
+    smoothing_noise,
+)
 
 any_cost = st.one_of(
     st.floats(0, 2),
@@ -132,11 +137,11 @@ KINDS = ["silent", "low", "high", "rising", "falling", "noisy", "alternating", "
 def test_all_steps_are_taken_and_the_budget_is_used(epsilon, reference, shares):
     shape = PlanShape(epsilon, 1e-5, units=3332, batch=32, rounds=30)
     plan = plan_xcal(shape, kappa=5.0, w=0.5)
-    rule = XcalRule(plan, SignalSettings(), reference=reference, shares=shares)
+    rule = SteeredRule(plan, SignalSettings(), reference=reference, shares=shares)
     table, even = plan.table(), plan.budget / plan.steps
     for kind in KINDS:
         rng = np.random.default_rng(5)
-        state, now, exact = XcalState(), RenyiFilter(plan.order, plan.budget), Fraction(0)
+        state, now, exact = SteeredState(), RenyiFilter(plan.order, plan.budget), Fraction(0)
         for number, signal in enumerate(signal_of(kind, plan.steps, rng)):
             sigma, cost = next_effective_sigma(state, rule, now.spent, plan.steps - number, table)
             now = now.after(cost)  # a refusal would raise
@@ -159,9 +164,9 @@ def test_no_sequence_of_signals_overspends(signals, w):
     """Whatever was released, also values no score could have."""
     shape = PlanShape(2.0, 1e-5, units=400, batch=16, rounds=3)
     plan = plan_xcal(shape, kappa=5.0, w=0.5)
-    rule = XcalRule(plan, SignalSettings(), w=w)
+    rule = SteeredRule(plan, SignalSettings(), w=w)
     assume(plan.steps == len(signals))
-    state, now = XcalState(), RenyiFilter(plan.order, plan.budget)
+    state, now = SteeredState(), RenyiFilter(plan.order, plan.budget)
     for number, signal in enumerate(signals):
         _, cost = next_effective_sigma(state, rule, now.spent, plan.steps - number, plan.table())
         now = now.after(cost)
@@ -184,7 +189,11 @@ def best_time(action, repeats: int = 7, calls: int = 300) -> float:
 def test_a_query_takes_microseconds(capsys):
     shape = PlanShape(2.0, 1e-5, units=400, batch=16, rounds=3)
     plan = plan_xcal(shape, kappa=5.0, w=0.5)
-    rule, state, table = XcalRule(plan, SignalSettings()), XcalState(0.4, 0.5, 100), plan.table()
+    rule, state, table = (
+        SteeredRule(plan, SignalSettings()),
+        SteeredState(0.4, 0.5, 100),
+        plan.table(),
+    )
     now = RenyiFilter(plan.order, plan.budget, plan.budget / 2)
     cost = float(table.costs[len(table.costs) // 2])
     times = {
@@ -201,7 +210,7 @@ def test_a_query_takes_microseconds(capsys):
 def test_the_noise_of_a_smoothed_signal_is_the_one_that_the_contrast_is_made_of():
     """D of the rule: the deviation of s − s̄ that noise alone gives, by simulation."""
     shape = PlanShape(0.5, 1e-5, units=3332, batch=32, rounds=30)
-    rule = XcalRule(plan_xcal(shape, kappa=5.0, w=0.5), SignalSettings())
+    rule = SteeredRule(plan_xcal(shape, kappa=5.0, w=0.5), SignalSettings())
     rng, runs = np.random.default_rng(3), 4000
     one = rule.plan.sigma_signal / rule.plan.batch
     fast, slow = np.zeros(runs), np.zeros(runs)

@@ -35,7 +35,7 @@ from xcal.methods.client_data import Batch, LocalData, mean_by_unit
 from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.dp_fedavg import ServerContext
 from xcal.methods.registry import METHODS, method_of
-from xcal.methods.xcal import centered_sum
+from xcal.methods.xcal_steered import centered_sum
 from xcal.models.backbone import split_backbone
 
 CLASSES, PIXELS, UNITS, EXPECTED = 3, 16, 200, 8
@@ -57,6 +57,7 @@ OPTIONS = {
     "signal_fraction": (0.5,),
     "rho": (0.0,),
     "count_noise": (30.0,),
+    "steering": choices("steering")[1:],
 }
 # Inside a score; what released scores are held against; what a step's cost is a share of.
 UNRELEASED = {"fill", "reference", "shares"}
@@ -64,7 +65,7 @@ LEVELS = {"level"}  # at the client or at the server: both are here
 GEOMETRY = {"protected": 0.3, "protection": 4.0}
 # Every method there is, and every option that it knows, one at a time: nothing is named twice.
 CASES = {
-    "xcal with parts": {"method": "xcal", "geometry": "importance", "clipping": "quantile"}
+    "xcal with parts": {"method": "xcal-steered", "geometry": "importance", "clipping": "quantile"}
 } | {
     method.name if key is None else f"{method.name} {key} = {value}": {
         "method": method.name,
@@ -377,11 +378,11 @@ def test_some_units_give_the_signal_that_they_give_among_all():
         def signal(case: str, drawn: Batch, seed: int = seed) -> float:
             return run_step(case, network(seed, 1.0), drawn, 1.0, SignalSettings()).sums["signal"]
 
-        alone = [signal("xcal", keep(batch, [unit])) for unit in range(6)]
-        some = signal("xcal signal_fraction = 0.5", batch)
+        alone = [signal("xcal-steered", keep(batch, [unit])) for unit in range(6)]
+        some = signal("xcal-steered signal_fraction = 0.5", batch)
         subsets = product((0.0, 1.0), repeat=6)
         sums = [math.fsum(a * b for a, b in zip(alone, one, strict=True)) for one in subsets]
-        assert signal("xcal", batch) == pytest.approx(math.fsum(alone), abs=1e-5)
+        assert signal("xcal-steered", batch) == pytest.approx(math.fsum(alone), abs=1e-5)
         assert min(abs(some - one) for one in sums) < 1e-5
 
 
@@ -566,7 +567,7 @@ def test_a_broken_unit_contributes_exactly_nothing(data, seed):
     broken = data.draw(st.integers(0, batch.n_units - 1))
     first = int(torch.nonzero(batch.units == broken)[0])
     batch.images[first, 0, 0, 0] = math.nan
-    one = run_step("xcal", network(seed, 1.0), keep(batch, [broken]), 1.0, SignalSettings())
+    one = run_step("xcal-steered", network(seed, 1.0), keep(batch, [broken]), 1.0, SignalSettings())
     assert float(one.gradient.abs().max()) == 0
     assert one.sums["signal"] == 0
 
@@ -575,7 +576,7 @@ def test_a_drawn_unit_without_images_contributes_exactly_nothing():
     """It is a null unit. No draw makes one as long as every declared unit has an image."""
     nobody = keep(Batch(torch.zeros(1, 3, PIXELS, PIXELS), *torch.zeros(2, 1).long(), 1), [])
     drawn = Batch(nobody.images, nobody.labels, nobody.units, 3)
-    caught = run_step("xcal", network(1, 1.0), drawn, 1.0, SignalSettings())
+    caught = run_step("xcal-steered", network(1, 1.0), drawn, 1.0, SignalSettings())
     assert caught.sums["signal"] == 0
 
 

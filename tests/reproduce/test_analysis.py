@@ -70,7 +70,9 @@ def test_a_view_counts_what_is_there_and_what_is_missing(results: Results) -> No
 
 def test_disagreement_with_the_paper_is_said_in_a_sentence(results: Results) -> None:
     series = view(declare("privacy-utility", "laptop", SMALL), results).series
-    (found,) = (c for c in comparisons_of(series, results, ["xcal"]) if c.series.place.epsilon < 1)
+    (found,) = (
+        c for c in comparisons_of(series, results, ["xcal-steered"]) if c.series.place.epsilon < 1
+    )
     for (low, mean, high), said in {
         (-0.01, 0.0, 0.01): "no difference shown, and one as large as printed is outside",
         (-0.01, 0.0, 0.09): "here over 3 seeds: no difference shown.",
@@ -103,12 +105,12 @@ def test_the_overview_has_a_row_a_place_and_says_no_more_than_the_tables(results
     ]
     tables = {(row[0], row[1]): row for table in found.tables for row in table.rows}
     for row in overview.rows:
-        for column, method in ((3, "xcal"), (4, "xcal-paper"), (5, "agp")):
+        for column, method in ((3, "xcal-steered"), (4, "xcal-paper"), (5, "agp")):
             of_place = tables[f"`{method}`", row[1]]
             shown = f", {of_place[4]}" if of_place[4] in ("better", "worse") else ""
             assert row[column] == of_place[3] + shown or row[column] == "the same answers"
     assert [row[6] for row in overview.rows] == ["+0.062", "+0.023"]
-    assert [row[0] for row in pairs.rows] == ["`xcal`", "`xcal-paper`", "`agp`"]
+    assert [row[0] for row in pairs.rows] == ["`xcal-steered`", "`xcal-paper`", "`agp`"]
     for row in pairs.rows:
         assert all(0 <= sum(map(int, row[k].split(":"))) <= 6 for k in (2, 5, 8))
     assert "of 2 of them, those left out" in found.answer
@@ -119,24 +121,29 @@ def test_all_that_was_tried_stands_in_one_table(results: Results) -> None:
     (overview,) = found.overviews
     rows = {row[0]: row for row in overview.rows}
     assert "`fl-dp`" not in rows
-    assert rows["`xcal`"][1] == "2" and rows["`xcal`"][4] == rows["`xcal`"][6] == "–"
+    assert (
+        rows["`xcal-steered`"][1] == "2"
+        and rows["`xcal-steered`"][4] == rows["`xcal-steered`"][6] == "–"
+    )
     for column in (2, 4):
-        ahead, behind = map(int, rows["`xcal`, signal: decay"][column].split(" ")[-1].split(":"))
+        ahead, behind = map(
+            int, rows["`xcal-steered`, signal: decay"][column].split(" ")[-1].split(":")
+        )
         assert 0 < ahead + behind <= 6  # two places of three seeds
-    assert rows["`xcal`, signal: decay"][6].endswith(" 0:0")  # the made-up AUROC are equal
+    assert rows["`xcal-steered`, signal: decay"][6].endswith(" 0:0")  # the made-up AUROC are equal
 
 
 def test_a_replaced_signal_is_compared_with_the_signal(results: Results) -> None:
     found = view(declare("ablation", "laptop", SMALL), results)
     rows = {row[0]: row for table in found.tables for row in table.rows}
-    assert rows["`xcal`, signal: decay"][2] != "–"
-    assert rows["`xcal`"][2] == "–"
+    assert rows["`xcal-steered`, signal: decay"][2] != "–"
+    assert rows["`xcal-steered`"][2] == "–"
     assert "comparisons the signal was replaced" in found.answer
 
 
 def test_courses_know_where_they_peak(results: Results) -> None:
     series = view(declare("efficiency", "laptop", SMALL), results).series
-    course = course_of(next(s for s in series if s.method == "xcal"))
+    course = course_of(next(s for s in series if s.method == "xcal-steered"))
     assert course is not None
     # The made-up ROAD rises to half of the budget and stays; the first of equals is the peak.
     assert course.stop_share == pytest.approx(0.6)
@@ -165,21 +172,21 @@ def test_auroc_stands_beside_f1_without_a_verdict(results: Results) -> None:
     column = found.tables[0].head.index("AUROC − static")
     rows = {(row[0], row[1]): row for row in found.tables[0].rows}
     assert rows["`fl-dp`", "5"][column] == "–"
-    assert re.fullmatch(r"[+−]0\.\d{3} ± 0\.\d{3} \d:\d", rows["`xcal`", "5"][column])
+    assert re.fullmatch(r"[+−]0\.\d{3} ± 0\.\d{3} \d:\d", rows["`xcal-steered`", "5"][column])
 
 
 def test_overhead_is_a_clients_round_over_static_noise(results: Results) -> None:
     grid = declare("overhead", "laptop", Choice(("blood-cells",), ("small",)))
     found = view(grid, results)
     assert round_seconds(next(s for s in found.series if s.method == "fl-dp"))[0] == 1.0
-    assert any("33" in row[3] for row in found.tables[0].rows if row[0] == "`xcal`")
+    assert any("33" in row[3] for row in found.tables[0].rows if row[0] == "`xcal-steered`")
     assert "33 to 47 %" in found.tables[0].note
 
 
 def test_where_both_give_the_same_answers_nothing_is_said_about_the_paper(tmp_path: Path) -> None:
     results, place = made_up_results(tmp_path, seeds=2), ("ham10000", "small")
     known = Results(tmp_path).test_set("blood-cells-64px")
-    choice = Choice(("ham10000",), ("small",), ("fl-dp", "xcal"), (0.5,), 2)
+    choice = Choice(("ham10000",), ("small",), ("fl-dp", "xcal-steered"), (0.5,), 2)
     for cell in declare("privacy-utility", "laptop", choice).cells:
         values = made_up_cell(cell, known)
         one_class = pack(np.zeros(len(known.labels), np.uint8))
@@ -187,17 +194,18 @@ def test_where_both_give_the_same_answers_nothing_is_said_about_the_paper(tmp_pa
     found = view(declare("privacy-utility", "laptop", choice), results)
     (sentence,) = found.sentences
     assert sentence.startswith(f"{place[0]}, {place[1]}, ε = 0.5: the paper prints")
-    assert "`xcal` and `fl-dp` give the same answers here over 2 seeds, which says nothing" in (
-        sentence
+    assert (
+        "`xcal-steered` and `fl-dp` give the same answers here over 2 seeds, which says nothing"
+        in (sentence)
     )
     assert "outside the interval" not in sentence
 
 
 def test_the_gain_of_road_is_held_against_the_paper_by_its_direction(results: Results) -> None:
     found = view(declare("privacy-utility", "laptop", SMALL), results)
-    (ours,) = (s for s in found.sentences if "`xcal` minus" in s and "ε = 0.5" in s)
+    (ours,) = (s for s in found.sentences if "`xcal-steered` minus" in s and "ε = 0.5" in s)
     rows = {(row[0], row[1]): row for table in found.tables for row in table.rows}
-    row = rows["`xcal`", "0.5"]
+    row = rows["`xcal-steered`", "0.5"]
     said = {"better": "the same direction", "worse": "the opposite direction"}.get(row[7], row[7])
     assert ours.endswith(
         " Of ROAD it prints a difference of +65.0 on its own scale; on ours it is"
@@ -208,7 +216,7 @@ def test_the_gain_of_road_is_held_against_the_paper_by_its_direction(results: Re
 def clients_view(tmp_path: Path, keep: Callable[[Cell], bool]) -> StudyView:
     base, results = made_up_results(tmp_path / "a", seeds=1), Results(tmp_path / "b")
     test = base.test_set("blood-cells-64px")
-    choice = Choice(("blood-cells",), ("efficientnet_b0",), ("fl-dp", "xcal"), (0.5,), 2)
+    choice = Choice(("blood-cells",), ("efficientnet_b0",), ("fl-dp", "xcal-steered"), (0.5,), 2)
     grid = declare("clients", "laptop", choice)
     for cell in filter(keep, grid.cells):
         results.write("laptop", made_up_cell(cell, test), test)

@@ -31,7 +31,7 @@ def test_a_cell_is_called_by_what_counts_for_its_method() -> None:
     assert cell.id == make_cell("laptop", base | {"w": 0.9, "band": 0.4}, 500).id
     assert cell.id != make_cell("laptop", base | {"lr": 9.0}, 500).id
     assert cell.id != make_cell("laptop", base, 100).id
-    ours = LAPTOP.values("xcal", "blood-cells", "small", 5.0, 0)
+    ours = LAPTOP.values("xcal-steered", "blood-cells", "small", 5.0, 0)
     assert make_cell("laptop", ours, 500).id != make_cell("laptop", ours | {"w": 0.9}, 500).id
     plain = LAPTOP.values("fl", "blood-cells", "small", None, 0)
     assert "epsilon" not in make_cell("laptop", plain, 500).keys
@@ -58,7 +58,7 @@ def test_a_head_on_columns_has_a_name_of_its_own() -> None:
         (COLUMNS, "efficientnet_b0", "head"),
     }
     assert {c.method for c in grid.cells if c.network == COLUMNS} == {
-        "centralized", "fl", "fl-dp", "xcal", "xcal-paper",
+        "centralized", "fl", "fl-dp", "xcal-steered", "xcal-paper",
     }  # fmt: skip
     with pytest.raises(UserError, match="layers that train"):
         declare("efficiency", "laptop", Choice(networks=(COLUMNS,), methods=("agp",)))
@@ -81,13 +81,15 @@ def test_studies_share_their_cells() -> None:
 
 
 def test_a_grid_can_be_narrowed_to_some_variants() -> None:
-    grid = declare("ablation", "laptop", Choice(networks=("small",), methods=("xcal",), seeds=1))
+    grid = declare(
+        "ablation", "laptop", Choice(networks=("small",), methods=("xcal-steered",), seeds=1)
+    )
     some = only_variants(grid, ("signal:", "w = "))
     assert {c.variant for c in some.cells} == {
         "", "signal: constant", "signal: noise", "signal: decay", "signal: rise", "w = 0.25",
         "w = 0.8",
     }  # fmt: skip
-    assert {c.method for c in some.cells} == {"fl-dp", "xcal"}
+    assert {c.method for c in some.cells} == {"fl-dp", "xcal-steered"}
     with pytest.raises(UserError, match=r"'signal: noize'.*Did you mean 'signal: noise'"):
         only_variants(grid, ("signal: noize",))
 

@@ -46,7 +46,7 @@ def test_what_has_no_guarantee_is_dashed(main_study: StudyView) -> None:
         assert "dashed lines have no guarantee" in figure.caption
         dashes = {t["meta"]["group"]: t["line"]["dash"] for t in figure.plotly()["data"]}
         assert dashes["agp"] == dashes["fl"] == "dash"
-        assert dashes["fl-dp"] == dashes["xcal"] == dashes["xcal-paper"] == "solid"
+        assert dashes["fl-dp"] == dashes["xcal-steered"] == dashes["xcal-paper"] == "solid"
 
 
 def test_noise_is_drawn_by_round_with_its_seeds_behind(course: dict[str, Figure]) -> None:
@@ -55,12 +55,12 @@ def test_noise_is_drawn_by_round_with_its_seeds_behind(course: dict[str, Figure]
         "fl-dp",
         "agp",
         "xcal-paper",
-        "xcal",
+        "xcal-steered",
     ]
     assert [line.name for line in lines if line.faint] == [
-        f"{method}, seed {seed}" for method in ("xcal-paper", "xcal") for seed in (0, 1)
+        f"{method}, seed {seed}" for method in ("xcal-paper", "xcal-steered") for seed in (0, 1)
     ]  # static noise is the same in every seed: one line
-    mean = next(line for line in lines if line.name == "xcal")
+    mean = next(line for line in lines if line.name == "xcal-steered")
     assert mean.x[0] == 1 and mean.x[-1] == len(mean.y)
     assert mean.y[-1] == pytest.approx(1.005)  # of 1.00 and 1.01
     assert next(line for line in lines if line.group == "agp").style == 1
@@ -70,14 +70,14 @@ def test_noise_is_drawn_by_round_with_its_seeds_behind(course: dict[str, Figure]
 
 
 def test_only_what_was_released_is_drawn_as_signal(course: dict[str, Figure]) -> None:
-    assert {line.group for line in course["signal"].lines} == {"xcal-paper", "xcal"}
+    assert {line.group for line in course["signal"].lines} == {"xcal-paper", "xcal-steered"}
 
 
 def test_the_budget_has_a_line_a_client_or_one_for_all(course: dict[str, Figure]) -> None:
     assert [line.name for line in course["budget"].lines] == [
         "fl-dp, every client",
         *(f"xcal-paper, client {k}" for k in range(3)),
-        "xcal, every client",
+        "xcal-steered, every client",
     ]
     assert "xcal-paper, client 2: 100.0 %" in course["budget"].alt
 
@@ -92,7 +92,7 @@ def test_a_place_is_told_once_though_studies_share_it(results: Results) -> None:
 
 
 def test_one_number_of_clients_is_said_and_not_drawn(results: Results) -> None:
-    few = Choice(("blood-cells",), ("efficientnet_b0",), ("fl-dp", "xcal"), (0.5,), 2)
+    few = Choice(("blood-cells",), ("efficientnet_b0",), ("fl-dp", "xcal-steered"), (0.5,), 2)
     whole = view(declare("clients", "laptop", few), results)
     assert scaling(whole) and not_scaled(whole) == ""
     three = tuple(s for s in whole.series if s.place.clients == 3)
@@ -156,7 +156,7 @@ def test_the_page_is_whole_and_asks_for_nothing(results: Results) -> None:
 def test_the_word_is_that_of_the_comparisons(results: Results) -> None:
     studies = gather([results.path], panels=False).studies
     main = next(s for s in studies if s.view.study == "privacy-utility")
-    ours = [c.f1.verdict for c in main.view.comparisons if c.series.method == "xcal"]
+    ours = [c.f1.verdict for c in main.view.comparisons if c.series.method == "xcal-steered"]
     assert ours and set(ours) <= set(Verdict)
     (word,) = in_a_word(studies)
     shown = {v for v in ours if v.shows}

@@ -147,7 +147,7 @@ def test_smoke_takes_less_than_a_minute_and_is_not_repeated(tmp_path: Path) -> N
     assert os.times().children_user - began[1] < 60
     with (results / "privacy-utility-smoke.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert sorted(r["method"] for r in rows) == ["fl", "fl-dp", "xcal"]
+    assert sorted(r["method"] for r in rows) == ["fl", "fl-dp", "xcal-steered"]
     assert all(
         r["commit"] and r["versions"] and r["command"].startswith("python -m reproduce study")
         for r in rows

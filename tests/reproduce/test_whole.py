@@ -39,7 +39,7 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.mark.parametrize("command", ["xcal study privacy-utility", "made by hand"])
 def test_more_seeds_and_methods_stay_in_the_table(results: Results, command: str) -> None:
-    asked = Choice(methods=("fl-dp", "xcal", "agp-dp"), seeds=2)
+    asked = Choice(methods=("fl-dp", "xcal-steered", "agp-dp"), seeds=2)
     finish(results, "privacy-utility", asked, command=command)
     finish(results, "privacy-utility", command=command)
     results.write_table(whole_grid("privacy-utility", "smoke", results))
@@ -47,18 +47,22 @@ def test_more_seeds_and_methods_stay_in_the_table(results: Results, command: str
         rows = [(row["method"], row["seed"]) for row in csv.DictReader(file)]
     assert sorted(rows) == [
         ("agp-dp", "0"), ("agp-dp", "1"), ("fl", "0"), ("fl-dp", "0"), ("fl-dp", "1"),
-        ("xcal", "0"), ("xcal", "1"),
+        ("xcal-steered", "0"), ("xcal-steered", "1"),
     ]  # fmt: skip
 
 
 def test_the_report_shows_what_was_added(results: Results) -> None:
-    asked = Choice(("other",), ("small",), ("fl-dp", "xcal", "agp-dp"), (2.0,), 2)
+    asked = Choice(("other",), ("small",), ("fl-dp", "xcal-steered", "agp-dp"), (2.0,), 2)
     finish(results, "privacy-utility", asked)
     found = gather([results.path], panels=False)
     assert found.orphans == 0
     section = next(s.view for s in found.studies if s.view.study == "privacy-utility")
     rows = {(row[0], row[1], row[2][-3:]) for table in section.tables for row in table.rows}
-    assert rows == {("`fl-dp`", "2", "(2)"), ("`xcal`", "2", "(2)"), ("`agp-dp`", "2", "(2)")}
+    assert rows == {
+        ("`fl-dp`", "2", "(2)"),
+        ("`xcal-steered`", "2", "(2)"),
+        ("`agp-dp`", "2", "(2)"),
+    }
 
 
 def test_other_settings_belong_to_no_study(results: Results) -> None:
@@ -71,16 +75,20 @@ def test_other_settings_belong_to_no_study(results: Results) -> None:
 
 def test_a_study_does_not_take_the_cells_of_another(results: Results) -> None:
     """All of these an ablation could be asked for as well; nobody did."""
-    finish(results, "privacy-utility", Choice(methods=("fl-dp", "xcal", "agp-dp"), seeds=2))
+    finish(results, "privacy-utility", Choice(methods=("fl-dp", "xcal-steered", "agp-dp"), seeds=2))
     assert added("ablation", results) == set() == added("units", results)
     assert added("panel", results) == {("agp-dp", "", 0)}  # which is of one seed
 
 
 def test_added_variants_come_with_what_they_are_compared_with(results: Results) -> None:
-    finish(results, "privacy-utility", Choice(methods=("fl-dp", "xcal", "agp-dp"), seeds=2))
+    finish(results, "privacy-utility", Choice(methods=("fl-dp", "xcal-steered", "agp-dp"), seeds=2))
     finish(results, "ablation", Choice(seeds=2))
     found = added("ablation", results)
-    assert {("fl-dp", "", 1), ("xcal", "", 1), ("xcal", "signal: decay", 1)} <= found
+    assert {
+        ("fl-dp", "", 1),
+        ("xcal-steered", "", 1),
+        ("xcal-steered", "signal: decay", 1),
+    } <= found
     assert "agp-dp" not in {method for method, _, _ in found}
 
 
@@ -94,7 +102,9 @@ def test_what_a_table_has_stays_in_it(results: Results) -> None:
 
 def test_a_method_of_somebody_elses_own_is_shown_and_not_loaded(results: Results) -> None:
     finish(results, "privacy-utility")
-    keys = dict(declare("privacy-utility", "smoke", Choice(methods=("xcal",))).cells[0].keys)
+    keys = dict(
+        declare("privacy-utility", "smoke", Choice(methods=("xcal-steered",))).cells[0].keys
+    )
     from reproduce.scales import SMOKE, make_cell
 
     values = SMOKE.values("nobody.has:this", "smear", "small", 5.0, 0)

@@ -12,7 +12,7 @@ from support import TINY
 from xcal.errors import UserError
 from xcal.methods.registry import get_method
 from xcal.studies.grid import own_grid, read_axis
-from xcal.studies.store import Results
+from xcal.studies.store import CellResult, Results, table_row
 
 
 def experiment_file(folder: Path, text: str = "", **changes: object) -> Path:
@@ -63,15 +63,30 @@ def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
         unset = {k for k in get_method(cell.method).uses if getattr(made, k, None) is None}
         assert set(cell.keys) - {"paired"} <= get_method(cell.method).uses - by_the_process
         left_out = get_method(cell.method).uses - by_the_process - set(cell.keys)
-        assert left_out <= unset | {"preset", "sites", "log", "maps"}
+        assert left_out <= unset | {"preset", "sites", "log", "trust"}
         assert cell.keys["paired"] is True
     assert [cell.explained for _, cell in own.places] == [10] * 3
 
 
+def test_the_table_has_batch_and_clipping_norm(tmp_path: Path) -> None:
+    """Under the heads that tables always had, whatever the keys are called."""
+    (_, cell), *_ = own_grid(experiment_file(tmp_path), ["method=fl-dp"]).places
+    found = {"id": cell.id, "keys": cell.keys, "clients": [], "versions": {}}
+    row = table_row(cell, CellResult(found))
+    assert row["batch"] == cell.keys["expected_batch_size"]
+    assert row["clip"] == cell.keys["max_grad_norm"]
+
+
 def test_axes_of_the_file_and_of_the_command(tmp_path: Path) -> None:
-    path = experiment_file(tmp_path, '\n[axes]\nmethod = ["fl-dp", "xcal"]\nclip = [0.5, 1.0]\n')
+    path = experiment_file(
+        tmp_path, '\n[axes]\nmethod = ["fl-dp", "xcal-steered"]\nclip = [0.5, 1.0]\n'
+    )
     own = own_grid(path, ["clip=2"], seeds=3)
-    assert own.axes == {"method": ("fl-dp", "xcal"), "max_grad_norm": (2,), "seed": (0, 1, 2)}
+    assert own.axes == {
+        "method": ("fl-dp", "xcal-steered"),
+        "max_grad_norm": (2,),
+        "seed": (0, 1, 2),
+    }
     assert own.compared == "method"
     assert [at["seed"] for at, _ in own.places] == [0, 0, 1, 1, 2, 2]  # pairs end together
     assert read_axis("train=last:2,head") == ("train", ("last:2", "head"))

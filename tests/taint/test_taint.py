@@ -119,7 +119,7 @@ class Cut(Exception):
 
 
 @pytest.mark.usefixtures("released_from_keys")
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper", "adap-dpfl"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "xcal-paper", "adap-dpfl"])
 def test_neither_does_what_a_round_cut_off_leaves_behind(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

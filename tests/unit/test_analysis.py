@@ -132,7 +132,7 @@ def command(folder: Path, *words: str) -> str:
 
 def test_command_on_runs_with_and_without_a_guarantee(tmp_path: Path) -> None:
     quick: dict[str, Any] = {**TINY, "road_images": 0, "road_test_images": 0}
-    xcal.run(tmp_path / "xcal", method="xcal", signal_every=1, **quick)
+    xcal.run(tmp_path / "xcal", method="xcal-steered", signal_every=1, **quick)
     xcal.run(tmp_path / "central", method="dp-fedavg", **quick)
     said = json.loads(command(tmp_path / "xcal", "--json", "--no-pld"))
     assert len(said["ledgers"]) == 3

@@ -110,7 +110,8 @@ def test_a_name_that_is_no_maps_is_refused(call, run: Path, words: list[str]) ->
 
 
 def test_the_default_leaves_what_a_run_is_known_by_alone() -> None:
-    plain, chosen = make_experiment(TINY), make_experiment({**TINY, "maps": "auto"})
-    assert "maps" not in plain.resolved() and chosen.resolved()["maps"] == "auto"
+    keys = {**TINY, "method": "fl-dp"}
+    plain, chosen = make_experiment(keys), make_experiment({**keys, "maps": "auto"})
+    assert "maps" not in plain.identity() and chosen.identity()["maps"] == "auto"
     told = Experiment.model_fields["maps"].description or ""
     assert all(name in told for name in MAPS if name not in ("gradient-input", "random"))

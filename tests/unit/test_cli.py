@@ -21,7 +21,7 @@ def assert_one_sentence(text: str) -> None:
 
 
 def test_version(invoke: Invoke) -> None:
-    assert invoke("--version")[:2] == (0, "xcal 0.1.0\n")
+    assert invoke("--version")[:2] == (0, "xcal 0.2.0\n")
 
 
 PLAN = "plan --epsilon 0.5 --delta 1e-5 --units 3332 --batch 32 --rounds 30".split()
@@ -30,7 +30,7 @@ PLAN = "plan --epsilon 0.5 --delta 1e-5 --units 3332 --batch 32 --rounds 30".spl
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
-        ("xcal", {"sigma_static": 4.23, "sigma_ref": 4.31, "sigma_pld": 3.885}),
+        ("xcal-steered", {"sigma_static": 4.23, "sigma_ref": 4.31, "sigma_pld": 3.885}),
         ("xcal-paper", {"sigma_static": 4.23, "sigma_ref": 4.83, "sigma_signal": 36.6}),
         ("fl-dp", {"sigma_static": 3.885, "sigma_ref": 3.885, "sigma_renyi": 4.23}),
     ],
@@ -53,7 +53,7 @@ def test_plan_prints_one_json_object(
 
 
 def test_plan_table(invoke: Invoke) -> None:
-    code, out, _ = invoke(*PLAN)
+    code, out, _ = invoke(*PLAN, "--method", "xcal-steered")
     assert code == 0
     assert "sigma_ref" in out
     assert "4.311" in out
@@ -112,7 +112,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def test_broken_toml_names_the_file(invoke: Invoke, tmp_path: Path) -> None:
-    for content in (b"method = ", b"\xff\xfe\x00", b"[table]\nmethod = 'xcal'"):
+    for content in (b"method = ", b"\xff\xfe\x00", b"[table]\nmethod = 'xcal-steered'"):
         path = tmp_path / "broken.toml"
         path.write_bytes(content)
         code, _, err = invoke("run", str(path), "--out", str(tmp_path / "run"))
@@ -123,12 +123,12 @@ def test_broken_toml_names_the_file(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_run_show_resume_and_verify(invoke: Invoke, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    code, text, err = invoke("run", *sets(method="xcal"), "--out", out)
+    code, text, err = invoke("run", *sets(method="xcal-steered"), "--out", out)
     assert code == 0, err
     assert "validation F1" in text
     assert "(8, 0.001)-DP per record" in text
     # a second run into the same folder is refused, and says how to go on
-    code, _, err = invoke("run", *sets(method="xcal"), "--out", out)
+    code, _, err = invoke("run", *sets(method="xcal-steered"), "--out", out)
     assert code == 2
     assert "--resume" in err
     # resuming a finished run prints its result
@@ -162,9 +162,9 @@ def test_sites_carry_spending_across_runs(invoke: Invoke, tmp_path: Path) -> Non
         assert invoke(*words)[0] == 0
         assert invoke(*words)[0] == 2  # never replaced
     given = f"sites={json.dumps(sites)}"
-    first = ["run", *sets(method="xcal"), "--set", given, "--out", str(tmp_path / "a")]
+    first = ["run", *sets(method="xcal-steered"), "--set", given, "--out", str(tmp_path / "a")]
     assert invoke(*first)[0] == 0
-    second = ["run", *sets(method="xcal"), "--set", given, "--out", str(tmp_path / "b")]
+    second = ["run", *sets(method="xcal-steered"), "--set", given, "--out", str(tmp_path / "b")]
     code, _, err = invoke(*second)
     assert code == 2
     assert "epsilon = 4 left" in err
@@ -190,7 +190,7 @@ def test_nothing_private_in_what_is_printed_logged_or_replied(
 ) -> None:
     """File names, labels, drawn counts and losses of training images stay at the client."""
     out = tmp_path / "run"
-    code, text, err = invoke("run", *sets(method="xcal"), "--out", str(out))
+    code, text, err = invoke("run", *sets(method="xcal-steered"), "--out", str(out))
     assert code == 0
     shared = [text, err]
     for path in out.rglob("*"):

@@ -23,7 +23,7 @@ from xcal.federation.setup import prepare
 from xcal.models.backbone import split_backbone
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.model_registry import build_network
-from xcal.models.probe import CONSTANTS, Columns, constants_of
+from xcal.models.probe import CONSTANTS, TURN, Columns, constants_of, whitening
 from xcal.models.weights import load_published
 
 READS = "stages:4-6"
@@ -197,7 +197,7 @@ def test_xcal_trains_on_columns_and_the_model_can_be_read_again(
     from xcal.report.runs import load_run
 
     made = with_constants(
-        make_experiment(keys(published, method="xcal", rounds=1, batch=40, signal_every=1,
+        make_experiment(keys(published, method="xcal-steered", rounds=1, batch=40, signal_every=1,
                              clients=2, clip=8.0, lr=0.1, road_images=0, road_test_images=0))
     )  # fmt: skip
     folder = RunFolder.create(tmp_path / "run", made, [])
@@ -208,3 +208,38 @@ def test_xcal_trains_on_columns_and_the_model_can_be_read_again(
     assert kept is not None
     assert torch.equal(model.columns.mean, kept[0]["columns.mean"])  # type: ignore[union-attr]
     assert model.classifier[1].weight.any()  # type: ignore[index,union-attr]
+
+
+def test_whitened_columns_are_the_turned_ones(published: Path) -> None:
+    """Public images vary alike in all directions, as far as the covariance is not shrunk."""
+    pooled = torch.randn(400, 12, generator=torch.Generator().manual_seed(0)).double()
+    pooled = pooled @ torch.randn(12, 12, generator=torch.Generator().manual_seed(1)).double() + 3
+    mean, deviation = constants_of(pooled)
+    turn = whitening(pooled, 1e-9).double()
+    spread = torch.cov(((pooled - mean) / deviation @ turn).T)
+    assert torch.allclose(spread, torch.eye(12).double() * spread.diagonal().mean(), atol=1e-3)
+    assert torch.allclose(turn, turn.T)
+    heavy = whitening(pooled, 1e9)  # shrunk to nothing: as it was
+    assert torch.allclose(heavy, torch.eye(12), atol=1e-3)
+
+    made = with_constants(make_experiment(keys(published, whiten=3.0, method="fl-dp")))
+    plain = with_constants(make_experiment(keys(published, method="fl-dp")))
+    assert made.weights != plain.weights
+    assert TURN in read_tensors(Path(str(made.weights)))[0]
+    one, other = build_network(made, 3).eval(), build_network(plain, 3).eval()
+    with torch.no_grad():
+        turned = one.segments()[:-1], other.segments()[:-1]
+        seen = [torch.nn.Sequential(*parts)(IMAGES) for parts in turned]  # type: ignore[arg-type]
+    matrix = read_tensors(Path(str(made.weights)))[0][TURN]
+    assert torch.allclose(seen[0], seen[1] @ matrix, atol=1e-3)
+
+
+def test_weights_made_for_the_other_kind_of_channels_are_refused(published: Path) -> None:
+    made = with_constants(make_experiment(keys(published, whiten=3.0, method="fl-dp")))
+    with pytest.raises(UserError, match="whitening"):
+        build_network(make_experiment(keys(Path(str(made.weights)), method="fl-dp")), 3)
+    plain = with_constants(make_experiment(keys(published, method="fl-dp")))
+    with pytest.raises(UserError, match="whitening"):
+        build_network(make_experiment(keys(Path(str(plain.weights)), whiten=1, method="fl-dp")), 3)
+    with pytest.raises(UserError, match="several stages"):
+        build_network(make_experiment({"whiten": 1.0}), 3)

@@ -613,7 +613,9 @@ def test_an_own_data_set_that_is_none_is_refused_before_a_charge(
     assert invoke("data", "show", f"own_sets:{name}", "--pixels", "16")[0] == 2
 
 
-@pytest.mark.parametrize("method", ["fl", "fl-dp", "xcal", "xcal-paper", "agp", "centralized"])
+@pytest.mark.parametrize(
+    "method", ["fl", "fl-dp", "xcal-steered", "xcal-paper", "agp", "centralized"]
+)
 def test_one_class_is_refused_for_every_method(
     tmp_path: Path, invoke: Invoke, own_sets: None, method: str
 ) -> None:

@@ -135,7 +135,7 @@ def test_a_run_by_pld_verifies_and_is_analysed(method: str, tmp_path: Path) -> N
     assert found["static"]["epsilon_pld"] <= 8.0 < found["static"]["epsilon_rdp"]
 
 
-@pytest.mark.parametrize("method", ["xcal", "xcal-paper", "adap-dpfl"])
+@pytest.mark.parametrize("method", ["xcal-steered", "xcal-paper", "adap-dpfl"])
 def test_methods_that_move_their_noise_keep_the_filter(method: str) -> None:
     plan = xcal.plan(method=method, epsilon=2.0, units=400, batch=16, rounds=2)
     assert (plan.accountant, plan.fixed) == ("renyi", {})
@@ -324,7 +324,7 @@ def test_the_command_shows_both_accountants() -> None:
     runner = CliRunner()
     fixed, adaptive, forced = (
         json.loads(runner.invoke(whole_app, [*words, *more]).stdout)
-        for more in (["--method", "fl-dp"], ["--method", "xcal"], ["--accountant", "renyi"])
+        for more in (["--method", "fl-dp"], ["--method", "xcal-steered"], ["--accountant", "renyi"])
     )
     assert (fixed["accountant"], adaptive["accountant"]) == ("pld", "renyi")
     assert fixed["sigma_static"] == fixed["sigma_pld"] == adaptive["sigma_pld"]

@@ -90,7 +90,7 @@ def test_a_module_trains_from_its_weights_and_is_left_alone(tmp_path: Path) -> N
     before = copy.deepcopy(model.state_dict())
     result = xcal.run(
         tmp_path / "run",
-        method="xcal",
+        method="xcal-steered",
         model=model,
         layer=model[2],
         data=scans(),
@@ -116,7 +116,9 @@ def test_without_a_layer_it_trains_and_says_that_nothing_is_explained(tmp_path: 
     )
     assert result["road"] is None and result["unmeasured"]
     with pytest.raises(UserError, match="takes its signal from maps"):
-        xcal.run(tmp_path / "x", method="xcal", model=network, data=scans(), classes=3, **QUICK)
+        xcal.run(
+            tmp_path / "x", method="xcal-steered", model=network, data=scans(), classes=3, **QUICK
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -259,7 +261,7 @@ def focal(logits: Tensor, labels: Tensor) -> Tensor:
     return (1 - (-losses).exp()) ** 2 * losses
 
 
-@pytest.mark.parametrize("method", ["fl", "fl-dp", "xcal"])
+@pytest.mark.parametrize("method", ["fl", "fl-dp", "xcal-steered"])
 def test_a_loss_of_ones_own_is_what_is_trained(tmp_path: Path, method: str) -> None:
     keys = {**TINY, **QUICK, "method": method}
     plain = xcal.run(tmp_path / "plain", **keys)

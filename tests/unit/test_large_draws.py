@@ -13,7 +13,7 @@ from xcal.methods.client_data import Rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fl-dp", "xcal", "xcal-paper", "fl", "adaptive-clip"])
+@pytest.mark.parametrize("method", ["fl-dp", "xcal-steered", "xcal-paper", "fl", "adaptive-clip"])
 @pytest.mark.parametrize("views", [1, 2])
 def test_pictures_are_made_a_chunk_at_a_time(
     method: str, views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

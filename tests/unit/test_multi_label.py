@@ -163,7 +163,7 @@ def test_a_cell_that_is_neither_0_nor_1_is_named(invoke: Invoke, tmp_path: Path)
     assert code == 2 and "'Hernia'" in err
 
 
-@pytest.mark.parametrize("method", ["xcal", "xcal-paper"])
+@pytest.mark.parametrize("method", ["xcal-steered", "xcal-paper"])
 def test_methods_whose_signal_compares_classes_refuse(
     invoke: Invoke, tmp_path: Path, method: str
 ) -> None:

@@ -44,7 +44,7 @@ def test_the_sum_is_that_of_one_image_at_a_time_under_autocast(by_group: bool) -
     assert float((mine - total).norm()) < 2e-2 * float(total.norm())
 
 
-@pytest.mark.parametrize("method", ["fl-dp", "fl", "xcal"])
+@pytest.mark.parametrize("method", ["fl-dp", "fl", "xcal-steered"])
 def test_a_run_trains_and_says_so(method: str, tmp_path: Path) -> None:
     found = {}
     for precision in ("single", "bf16"):

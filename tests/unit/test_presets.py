@@ -12,6 +12,7 @@ from xcal.config import to_toml
 from xcal.errors import UserError
 from xcal.experiments import load_experiment, make_experiment, read_pinned
 from xcal.federation.folder import RunFolder
+from xcal.methods.registry import method_of, name_today
 from xcal.presets import PRESETS
 
 
@@ -107,3 +108,38 @@ def test_good_has_a_rate_for_each_size_of_epsilon() -> None:
     keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
     rates = [make_experiment({**keys, "epsilon": e}).lr for e in (0.05, 0.5, 5.0)]
     assert rates == [0.01, 0.05, 0.2]
+
+
+def test_xcal_takes_what_helps_and_says_it_key_by_key(tmp_path: Path) -> None:
+    def settled(**keys: object) -> tuple[object, ...]:
+        made = make_experiment({"preset": "good", "weights": "w.pth", **keys})
+        return made.pool_views, made.whiten, made.maps
+
+    assert settled(data="blood-cells", epsilon=0.5) == ("turns", 3.0, "auto")
+    assert settled(data="blood-cells", epsilon=0.05) == ("turns", 0.0, "auto")
+    assert settled(data="chest-xray14") == ("shifts", 0.0, "auto")
+    assert settled(data="something else") == ("none", 0.0, "auto")
+    # Each part can be switched off, and given to others.
+    off = settled(data="ham10000", pool_views="none", whiten=0, maps="gradcam")
+    assert off == ("none", 0.0, "gradcam")
+    assert settled(data="ham10000", method="fl-dp") == ("none", 0.0, "gradcam")
+    given = settled(data="ham10000", method="fl-dp", pool_views="turns", whiten=3, maps="auto")
+    assert given == ("turns", 3.0, "auto")
+    # A run's file holds what it came to.
+    made = make_experiment({"preset": "good", "weights": "w.pth", "data": "blood-cells"})
+    path = tmp_path / "experiment.toml"
+    path.write_text(to_toml(made.resolved()))
+    assert read_pinned(path) == made
+
+
+def test_a_file_of_the_first_edition_keeps_its_meaning(tmp_path: Path) -> None:
+    """`xcal` was then what moved noise in time by the signal."""
+    now = make_experiment({**TINY, "method": "xcal"})
+    then = {k: v for k, v in now.resolved().items() if k not in ("steering", "whiten", "maps")}
+    path = tmp_path / "experiment.toml"
+    path.write_text(to_toml(then))
+    old = read_pinned(path)
+    assert (old.steering, old.whiten, old.maps) == ("signal", 0.0, "gradcam")  # type: ignore[attr-defined]
+    assert name_today(old) == "xcal-steered"
+    assert name_today(now) == "xcal"
+    assert method_of(old).uses > method_of(now).uses - {"trust", "honest"}

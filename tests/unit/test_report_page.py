@@ -20,7 +20,7 @@ from xcal.report.vector import save_figures
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("report")
     keys = {**TINY, "road_test_images": 10, "signal_every": 1}
-    xcal.run(base / "runs" / "xcal", method="xcal", **keys)
+    xcal.run(base / "runs" / "xcal", method="xcal-steered", **keys)
     return base
 
 

@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     wanted = {
         "fl": {"method": "fl"},
         "strict": {"method": "fl-dp", "epsilon": 4.0},
-        "loose": {"method": "xcal", "epsilon": 8.0},
+        "loose": {"method": "xcal-steered", "epsilon": 8.0},
     }
     for name, keys in wanted.items():
         xcal.run(site_dir / name, **{**QUICK, **keys})
@@ -49,7 +49,7 @@ def entry(method: str, epsilon: float | None) -> Entry:
 
 def test_methods_are_rows_and_epsilons_columns_with_infinity_last() -> None:
     entries = [
-        entry("xcal", 5.0),
+        entry("xcal-steered", 5.0),
         entry("fl", None),
         entry("fl-dp", 0.5),
         entry("fl-dp", 5.0),
@@ -57,7 +57,7 @@ def test_methods_are_rows_and_epsilons_columns_with_infinity_last() -> None:
         entry("mine:own", 5.0),
     ]
     found = arrange(entries)
-    assert found.methods == ("fl-dp", "xcal", "mine:own")
+    assert found.methods == ("fl-dp", "xcal-steered", "mine:own")
     assert found.epsilons == (0.5, 5.0, None)
     assert found.cells == {(1, 1): 0, (1, 2): 1, (0, 0): 2, (0, 1): 3, (0, 2): 4, (2, 1): 5}
     assert found.rows == 3

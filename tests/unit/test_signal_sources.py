@@ -16,7 +16,7 @@ from xcal.dp.filter import RenyiFilter
 from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.explain.signal import SignalSettings
 from xcal.federation.folder import RunFolder
-from xcal.methods.xcal import XcalRule, XcalState, next_effective_sigma
+from xcal.methods.xcal_steered import SteeredRule, SteeredState, next_effective_sigma
 
 SOURCES = ("model", "constant", "noise", "decay", "rise")
 
@@ -27,11 +27,11 @@ def test_a_schedule_spends_the_budget_on_its_line(
     epsilon: float, source: str, slope: float
 ) -> None:
     plan = plan_xcal(PlanShape(epsilon, 1e-5, units=1000, batch=64, rounds=10), kappa=5.0, w=0.5)
-    rule = XcalRule(plan, SignalSettings(), source=source)
+    rule = SteeredRule(plan, SignalSettings(), source=source)
     now, costs = RenyiFilter(plan.order, plan.budget), []
     for number in range(plan.steps):
         _, cost = next_effective_sigma(
-            XcalState(), rule, now.spent, plan.steps - number, plan.table()
+            SteeredState(), rule, now.spent, plan.steps - number, plan.table()
         )
         now = now.after(cost)
         costs.append(cost)
@@ -45,7 +45,7 @@ def test_a_schedule_spends_the_budget_on_its_line(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("sources")
-    keys: dict[str, Any] = {**TINY, "method": "xcal", "signal_every": 1, "tau": 0.5}
+    keys: dict[str, Any] = {**TINY, "method": "xcal-steered", "signal_every": 1, "tau": 0.5}
     keys |= {"road_images": 0, "road_test_images": 0}
     for source in SOURCES:
         xcal.run(base / source, signal_source=source, **keys)

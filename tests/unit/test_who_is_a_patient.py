@@ -473,7 +473,7 @@ def test_a_client_elsewhere_promises_no_groups_that_it_does_not_know(tmp_path: P
         epsilon_run=8.0,
         delta_run=1e-3,
         sigma_min=0.0,
-        methods=("xcal",),
+        methods=("xcal", "xcal-steered"),
         networks=("support:micro",),
         unit="group",
     )

@@ -7,6 +7,7 @@ that XCAL_CHROMIUM names. XCAL_SHOTS names a folder for pictures of what was see
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import xcal
 from made_up import made_up_results
 from reproduce import report as studies
+from reproduce.__main__ import RESULTS
 from support import TINY
 from xcal.report.report import gather, page_html, runs_page, save_page
 
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium h
 @pytest.fixture(scope="module")
 def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("report")
-    for method in ("fl", "fl-dp", "xcal"):
+    for method in ("fl", "fl-dp", "xcal-steered"):
         xcal.run(base / "runs" / method, method=method, **TINY, signal_every=1)
     made_up_results(base / "results", seeds=2)
     # All that can stand on a page, on one: runs, and a study's sections.
@@ -83,7 +85,7 @@ LOOKS = {
     "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 900}},
     "phone": {
         "color_scheme": "light",
-        "viewport": {"width": 375, "height": 812},
+        "viewport": {"width": 390, "height": 844},
         "has_touch": True,
         "is_mobile": True,
     },
@@ -97,9 +99,10 @@ def test_it_opens_draws_and_fetches_nothing(browser: Any, page_path: Path, look:
     assert seen.wrong == []
     assert {u for u in seen.asked if not u.startswith("data:")} == {page_path.as_uri()}
     plots = page.locator(".plot")
+    folded = page.locator("details:not([open]) .plot")
     drawn = page.locator(".plot .scatterlayer .trace")
-    assert plots.count() > 10
-    assert drawn.count() >= plots.count()
+    assert plots.count() > 10 and folded.locator(".main-svg").count() == 0
+    assert drawn.count() >= plots.count() - folded.count() > 0
     # Nothing but tables and panels may be wider than the window, and these scroll by themselves.
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
     # plotly offers to upload a figure unless it is told which buttons to have
@@ -114,7 +117,7 @@ def test_a_legend_button_hides_and_shows_its_lines_by_keyboard(
 ) -> None:
     seen = Seen(browser, page_path, **LOOKS["light"])
     page = seen.page
-    button = page.locator("#legend-budget button", has_text="xcal").first
+    button = page.locator("#legend-budget button", has_text="xcal-steered").first
     lines = page.locator("#budget .scatterlayer .trace")
     before = lines.count()
     button.focus()
@@ -131,7 +134,9 @@ def test_a_legend_button_hides_and_shows_its_lines_by_keyboard(
 def test_hovering_tells_and_dragging_zooms(browser: Any, page_path: Path) -> None:
     seen = Seen(browser, page_path, **LOOKS["light"])
     page = seen.page
+    page.locator("summary", has_text="Round by round").click()
     plot = page.locator("#rounds-validation-macro-f1")
+    plot.locator(".main-svg").first.wait_for(timeout=20_000)
     plot.scroll_into_view_if_needed()
     point = plot.locator(".points path").first.bounding_box()
     page.mouse.move(point["x"] + 3, point["y"] + 3)
@@ -195,11 +200,12 @@ def test_nothing_overlaps_or_is_cut_on_paper(browser: Any, page_path: Path) -> N
     # The body as wide as A4 less the page's margins. Paper comes without an event of a new size.
     page.evaluate("document.body.style.width = '703px'; document.body.style.margin = '0'")
     page.emulate_media(media="print")
-    drawn = "[...document.querySelectorAll('.plot')].every((p) => p.querySelector('.main-svg'))"
+    drawn = f"{SHOWN}.every((p) => p.querySelector('.main-svg'))"
     wait_until(page, drawn)
     seen.shot("paper")
     plots = page.evaluate(ON_PAPER)
-    assert len(plots) == page.locator(".plot").count() > 10
+    # All of a run's figures, folded or not; a study's places only where somebody unfolds them.
+    assert len(plots) == page.locator(".plot").count() - page.locator(".aside .plot").count() > 5
     for plot in plots:
         left, _, right, _ = plot["box"]
         assert 0 <= left < right <= 703, plot
@@ -220,6 +226,12 @@ def test_nothing_overlaps_or_is_cut_on_paper(browser: Any, page_path: Path) -> N
     page.emulate_media(media="screen")
     page.evaluate("document.body.style.width = document.body.style.margin = ''")
     wait_until(page, "!document.querySelector('details.more[open]')")
+    # What was opened by hand is printed, and stays open.
+    page.evaluate("document.querySelector('details.aside:has(.plot)').open = true")
+    page.emulate_media(media="print")
+    wait_until(page, f"{SHOWN}.length > {len(plots)} && {drawn}")
+    page.emulate_media(media="screen")
+    wait_until(page, "document.querySelectorAll('details.more[open]').length === 1")
     assert seen.wrong == []
     seen.context.close()
 
@@ -233,7 +245,7 @@ def test_it_prints_by_itself(browser: Any, page_path: Path, tmp_path: Path) -> N
     paper = page.pdf(path=str(tmp_path / "report.pdf"), format="A4")
     assert len(paper) > 20_000
     printed = page.evaluate("window.printed")
-    assert len(printed) == page.locator(".plot").count()
+    assert len(printed) == page.locator(".plot").count() - page.locator(".aside .plot").count()
     assert max(printed) <= 677  # 703 less a frame and its padding
     wait_until(page, f"String(({WIDTHS})()) === '{','.join(map(str, before))}'")
     if folder := os.environ.get("XCAL_SHOTS"):
@@ -244,7 +256,9 @@ def test_it_prints_by_itself(browser: Any, page_path: Path, tmp_path: Path) -> N
 def test_a_folded_course_is_drawn_when_it_is_opened(browser: Any, page_path: Path) -> None:
     seen = Seen(browser, page_path, **LOOKS["light"])
     page = seen.page
-    first = page.locator(".courses details").first
+    outer = page.locator("details.courses:has(> details.more)").first
+    outer.locator("> summary").click()
+    first = outer.locator("> details.more").first
     assert first.locator(".main-svg").count() == 0
     first.locator("summary").first.click()
     first.locator(".plot .main-svg").first.wait_for(timeout=20_000)
@@ -266,11 +280,64 @@ def test_tables_fit_a_window(browser: Any, page_path: Path) -> None:
     seen.context.close()
 
 
+MOST_PAGES, MOST_WORDS = 10, 4000
+
+
+def pages_of(pdf: bytes) -> int:
+    return len(re.findall(rb"/Type\s*/Page\b", pdf))
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report on the results that are part of the repository."""
+    path = tmp_path_factory.mktemp("committed") / "report.html"
+    studies.save_report(path, studies.gather([RESULTS], panels=False))
+    return path
+
+
+def test_a_report_of_runs_prints_on_ten_pages(browser: Any, page_path: Path) -> None:
+    alone = page_path.parent / "runs.html"
+    save_page(alone, page_html(runs_page(gather([page_path.parent / "runs"]))))
+    seen = Seen(browser, alone, **LOOKS["phone"])
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+    seen.shot("runs-phone")
+    seen.context.close()
+    seen = Seen(browser, alone, **LOOKS["light"])
+    seen.shot("runs")
+    assert 1 <= pages_of(seen.page.pdf(format="A4")) <= MOST_PAGES
+    assert seen.wrong == []
+    seen.context.close()
+
+
+def test_the_committed_results_read_on_a_phone_and_print_on_ten_pages(
+    browser: Any, committed: Path
+) -> None:
+    seen = Seen(browser, committed, **LOOKS["phone"])
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert len(seen.page.locator("body").inner_text().split()) <= MOST_WORDS
+    seen.shot("committed-phone")
+    seen.context.close()
+    seen = Seen(browser, committed, **LOOKS["light"])
+    # The one sentence and the one figure stand before everything else, and no figure is empty.
+    assert seen.page.locator("header .plot .points path").count() > 10
+    empty = f"{SHOWN}.filter((p) => !p.querySelector('.scatterlayer .trace')).map((p) => p.id)"
+    assert seen.page.evaluate(empty) == []
+    assert 1 <= pages_of(seen.page.pdf(format="A4")) <= MOST_PAGES
+    assert seen.wrong == []
+    seen.context.close()
+
+
 WIDTHS = """() => [...document.querySelectorAll('.plot')]
   .filter((p) => p.querySelector('.main-svg') && !p.closest('details:not([open])'))
   .map((p) => Math.round(p.querySelector('.main-svg').getBoundingClientRect().width))"""
 
-ON_PAPER = """() => [...document.querySelectorAll('.plot')].map((plot) => {
+SHOWN = (
+    """[...document.querySelectorAll('.plot')].filter((p) => !p.closest('details:not([open])'))"""
+)
+
+ON_PAPER = (
+    f"() => {SHOWN}"
+    + """.map((plot) => {
   const box = (element) => {
     const found = element.getBoundingClientRect();
     return [found.left, found.top, found.right, found.bottom];
@@ -285,6 +352,7 @@ ON_PAPER = """() => [...document.querySelectorAll('.plot')].map((plot) => {
     lines: plot.data.map((trace) => trace.meta.group),
   };
 })"""
+)
 
 CONTRAST = """([front, back]) => {
   const value = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
