@@ -32,7 +32,7 @@ ROUNDS = 3
 MARK = "XCAL_BENCH_RUN"
 TICKS = os.sysconf("SC_CLK_TCK")
 KEYS = {
-    "method": "xcal",
+    "method": "xcal-steered",
     "data": "smear",
     "network": "small",
     "pixels": 32,

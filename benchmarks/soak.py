@@ -79,7 +79,7 @@ def tenths(values: list[float], of: Any) -> list[float]:
 
 def soak(clients: int, rounds: int) -> dict[str, Any]:
     keys = {
-        "method": "xcal",
+        "method": "xcal-steered",
         "data": "smear",
         "unit": "record",
         "network": "small",

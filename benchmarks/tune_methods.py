@@ -56,8 +56,8 @@ SETTINGS: dict[str, Any] = {
 # A method by its keys; the name is what the tables call it.
 VARIANTS: dict[str, dict[str, Any]] = {
     "adaptive-clip, level client": {"method": "adaptive-clip", "level": "client"},
-    "xcal + importance": {"method": "xcal", "geometry": "importance"},
-    "xcal + quantile": {"method": "xcal", "clipping": "quantile"},
+    "xcal-steered + importance": {"method": "xcal-steered", "geometry": "importance"},
+    "xcal-steered + quantile": {"method": "xcal-steered", "clipping": "quantile"},
 }
 FIELDS = (
     "method lr clip seed validation_f1 test_f1 halted seconds epsilon rounds train_images pixels"

@@ -15,7 +15,7 @@ from xcal.studies.grid import Cell, Grid
 from xcal.studies.statistics import Difference, Measure, Summary, Verdict, compare, summarize
 
 BASELINE = "fl-dp"
-METHOD_ORDER = ("centralized", "fl", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal")
+METHOD_ORDER = ("centralized", "fl", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal-steered")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def printed_gain(place: Place, measure: Measure = "macro_f1") -> float | None:
             clients=place.clients,
             partition=place.partition,
         )
-        for method in ("xcal", BASELINE)
+        for method in ("xcal-steered", BASELINE)
     )
     return None if theirs is None or static is None else theirs - static
 

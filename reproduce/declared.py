@@ -29,7 +29,7 @@ WEIGHTS: Mapping[str, tuple[float, float, float]] = {
 REPLACED = ("decay", "rise", "constant", "noise")
 # What the paper did not vary, one key at a time around the defaults.
 VARIED: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "xcal": {
+    "xcal-steered": {
         "w": (0.25, 0.8),
         "contrast": (0.02, 0.5),
         "kappa": (2.0, 10.0),
@@ -129,8 +129,10 @@ def _methods(choice: Choice, offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def privacy_utility(scale: Scale, choice: Choice) -> Grid:
-    offered = ("fl-dp", "fl", "agp", "xcal-paper", "xcal", "centralized")
-    methods = _methods(choice, ("fl-dp", "fl", "xcal") if scale.name == "smoke" else offered)
+    offered = ("fl-dp", "fl", "agp", "xcal-paper", "xcal-steered", "centralized")
+    methods = _methods(
+        choice, ("fl-dp", "fl", "xcal-steered") if scale.name == "smoke" else offered
+    )
     epsilons = _chosen(choice.epsilons, scale.epsilons)
     return Grid(
         "privacy-utility",
@@ -144,7 +146,8 @@ def privacy_utility(scale: Scale, choice: Choice) -> Grid:
 def clients(scale: Scale, choice: Choice) -> Grid:
     smoke = scale.name == "smoke"
     methods = _methods(
-        choice, ("fl-dp", "xcal") if smoke else ("fl", "fl-dp", "xcal-paper", "xcal")
+        choice,
+        ("fl-dp", "xcal-steered") if smoke else ("fl", "fl-dp", "xcal-paper", "xcal-steered"),
     )
     networks = choice.networks or tuple(
         n for n in ("efficientnet_b0", "resnet18") if n in scale.by_network
@@ -185,7 +188,7 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
     """Replacements of the signal first: they decide whether the signal does anything."""
     smoke = scale.name == "smoke"
     weights = dict(list(WEIGHTS.items())[:2]) if smoke else WEIGHTS
-    methods = _methods(choice, ("xcal",) if smoke else ("xcal", "xcal-paper"))
+    methods = _methods(choice, ("xcal-steered",) if smoke else ("xcal-steered", "xcal-paper"))
     epsilons = _chosen(choice.epsilons, scale.epsilons[:2])
     parts: list[list[Cell]] = [[], [], [], []]
     for data, network in _places(scale, choice):
@@ -202,16 +205,16 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
                     return make_cell(scale.name, values, scale.explained, variant)
 
                 parts[0].append(cell(BASELINE, "", {}))
-                if "xcal" in methods:
-                    parts[0].append(cell("xcal", "", {}))
+                if "xcal-steered" in methods:
+                    parts[0].append(cell("xcal-steered", "", {}))
                     parts[0] += [
-                        cell("xcal", f"signal: {kind}", {"signal_source": kind})
+                        cell("xcal-steered", f"signal: {kind}", {"signal_source": kind})
                         for kind in REPLACED
                     ]
-                    parts[0].append(cell("xcal", "reference = absolute", ABSOLUTE))
-                if not smoke and "xcal" in methods:
+                    parts[0].append(cell("xcal-steered", "reference = absolute", ABSOLUTE))
+                if not smoke and "xcal-steered" in methods:
                     parts[1] += [
-                        cell("xcal", name, keys)
+                        cell("xcal-steered", name, keys)
                         for name, keys in LEVERS.items()
                         if set(keys) <= set(KEYS)
                     ]
@@ -235,8 +238,8 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
 
 def efficiency(scale: Scale, choice: Choice) -> Grid:
     """The same runs as the main tables, read round by round."""
-    offered = (BASELINE, "agp", "xcal-paper", "xcal")
-    methods = _methods(choice, (BASELINE, "xcal") if scale.name == "smoke" else offered)
+    offered = (BASELINE, "agp", "xcal-paper", "xcal-steered")
+    methods = _methods(choice, (BASELINE, "xcal-steered") if scale.name == "smoke" else offered)
     epsilons = _chosen(choice.epsilons, scale.epsilons[:2])
     return Grid(
         "efficiency",
@@ -248,7 +251,7 @@ def efficiency(scale: Scale, choice: Choice) -> Grid:
 
 def overhead(scale: Scale, choice: Choice) -> Grid:
     """Rounds without measuring, one cell at a time: here time is the result."""
-    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal"))
+    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal-steered"))
     cells = []
     for data, network in _places(scale, choice):
         seeds = 3 if choice.seeds is None and scale.name != "smoke" else choice.seeds or 1
@@ -279,7 +282,7 @@ def panel(scale: Scale, choice: Choice) -> Grid:
 
 def units(scale: Scale, choice: Choice) -> Grid:
     """Each set once with whole groups as the unit of privacy, beside its record-level twin."""
-    methods = _methods(choice, (BASELINE, "xcal"))
+    methods = _methods(choice, (BASELINE, "xcal-steered"))
     epsilons = _chosen(choice.epsilons, scale.epsilons[1:2] or scale.epsilons)
     cells = []
     for data, network in _places(scale, choice):

@@ -12,7 +12,7 @@ from reproduce.wording import figure, judged, where
 from xcal.report.words import NOTHING, Table, epsilon_text
 from xcal.studies.statistics import Difference, Verdict
 
-RIVALS = ("xcal", "xcal-paper", "agp")
+RIVALS = ("xcal-steered", "xcal-paper", "agp")
 
 
 def _with_verdict(d: Difference | None) -> str:
@@ -28,7 +28,7 @@ def printed_gains(comparisons: Sequence[Comparison]) -> str:
         return ""
     above = sum(gain > d.high for gain, d in found)
     return (
-        f" The gain that the paper prints lies above the interval of `xcal` in {above} of"
+        f" The gain that the paper prints lies above the interval of `xcal-steered` in {above} of"
         f" {len(found)} of them, those left out in which both give the same answers."
     )
 

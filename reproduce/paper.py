@@ -16,6 +16,7 @@ _COLUMN = {
     "fl-dp": "fl_dp",
     "agp": "agp",
     "xcal-paper": "xcal",
+    "xcal-steered": "xcal",
     "xcal": "xcal",
 }
 _SHIFT = {"iid": "iid", "label": "label_shift", "covariate": "covariate_shift"}

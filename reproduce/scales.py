@@ -26,7 +26,7 @@ NOT_PINNED: Mapping[str, frozenset[str]] = {
     "agp": frozenset({"rho", "band"}),
     "centralized": frozenset({"clients", "partition"}),
 }
-METHODS = ("centralized", "fl", "fl-dp", "agp", "xcal-paper", "xcal")
+METHODS = ("centralized", "fl", "fl-dp", "agp", "xcal-paper", "xcal-steered")
 
 # The paper's sets, by the name an import gives them. Dermoscopy stands in for the paper's melanoma
 # set, any finding for its pneumonia, which is too rare in the part of the archive at hand.
@@ -54,7 +54,7 @@ _SIGNAL: Mapping[str, Any] = {
     "signal_fraction": 1.0,
     "signal_source": "model",
 }
-_TAU = {"xcal-paper": 0.2, "xcal": 0.05}
+_TAU = {"xcal-paper": 0.2, "xcal-steered": 0.05}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python -m reproduce.signal_moves
 
-Reads the committed cells of `xcal` (`results/cells/laptop`), trains nothing, and writes
+Reads the committed cells of `xcal-steered` (`results/cells/laptop`), trains nothing, and writes
 `benchmarks/results/signal-moves.md`, a row for each set, network, ε and reference:
 
 - price: the static σ of the same plan, and how much more noise a step with a signal gets for it;
@@ -23,7 +23,7 @@ from reproduce.analysis import Series, find, series_of
 from reproduce.declared import declare
 from reproduce.store import Results
 from xcal.experiments import make_experiment
-from xcal.methods.xcal import SCHEDULES, XCAL, XcalParameters, smoothing_noise
+from xcal.methods.xcal_steered import SCHEDULES, XCAL_STEERED, SteeredParameters, smoothing_noise
 
 ROOT = Path(__file__).parent.parent
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "signal-moves.md"
@@ -39,9 +39,9 @@ def row(one: Series, others: Sequence[Series]) -> str:
     """One line of the table, from the cells of one series."""
     cells = list(one.cells.values())
     experiment = make_experiment({**cells[0].keys, "weights": None}, "the cell")
-    assert isinstance(experiment, XcalParameters)
-    plan = XCAL.plan(experiment, cells[0].values["clients"][0]["units"], experiment.rounds)
-    rule = XCAL.rule(experiment, plan)
+    assert isinstance(experiment, SteeredParameters)
+    plan = XCAL_STEERED.plan(experiment, cells[0].values["clients"][0]["units"], experiment.rounds)
+    rule = XCAL_STEERED.rule(experiment, plan)
     static = plan.sigma_static
     waits = min(plan.steps, round(rule.signal_every / rule.tau))
     moved = [
@@ -86,7 +86,7 @@ def page(results: Results) -> str:
     rows = [
         row(one, series)
         for one in series
-        if one.method == "xcal" and one.variant in SHOWN and one.place.unit == "record"
+        if one.method == "xcal-steered" and one.variant in SHOWN and one.place.unit == "record"
     ]
     about = (
         "# Where the effect of the signal is lost\n\nMade by `python -m reproduce.signal_moves`"

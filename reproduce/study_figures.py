@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reproduce.analysis import BASELINE, Series, against, find
+from reproduce.analysis import BASELINE, Comparison, Series, against, find, printed_gain
 from reproduce.efficiency import course_of, lowess
 from reproduce.store import Results
 from reproduce.tables import StudyView
@@ -130,6 +130,54 @@ def scaling(view: StudyView) -> list[Figure]:
                         )
                     )
     return made
+
+
+def differences(found: Sequence[Comparison]) -> Figure | None:
+    """Every comparison with static noise in one figure, beside the gains that the paper prints."""
+    # Where both models give every image the same class there is nothing to compare.
+    shown = [c for c in found if not c.f1.same]
+    if not shown:
+        return None
+    where = {
+        p: f"{p.data}, {p.network}, ε = {epsilon_text(p.epsilon)}"
+        for p in dict.fromkeys(c.series.place for c in shown)
+    }
+    lines = []
+    for method in dict.fromkeys(c.series.method for c in shown):
+        own = [c for c in shown if c.series.method == method]
+        lines.append(
+            Line(
+                method,
+                tuple(where[c.series.place] for c in own),
+                tuple(c.f1.mean for c in own),
+                tone(method),
+                tuple(c.f1.mean - c.f1.low for c in own),
+                tuple(c.f1.high - c.f1.mean for c in own),
+                mode="markers",
+            )
+        )
+    gains = [(name, gain) for p, name in where.items() if (gain := printed_gain(p)) is not None]
+    if gains:
+        names, values = zip(*gains, strict=True)
+        lines.append(
+            Line("gain printed in the paper", names, values, tone("fl"), mode="markers", style=1)
+        )
+    words = "; ".join(
+        f"{c.series.method} on {where[c.series.place]} {c.f1.mean:+.3f} ({c.f1.verdict})"
+        for c in shown
+    )
+    return Figure(
+        "differences",
+        "Macro F1 less that of static noise at the same ε",
+        f"Paired difference of macro F1 from {BASELINE}: {words}.",
+        f"macro F1 − {BASELINE}",
+        "",
+        tuple(lines),
+        across=True,
+        zero=True,
+        apart=True,
+        caption="Paired by seed, 95 % intervals; what crosses zero shows no difference.",
+    )
 
 
 def not_scaled(view: StudyView) -> str:

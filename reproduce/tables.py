@@ -141,12 +141,12 @@ def privacy_utility_view(grid: Grid, results: Results) -> StudyView:
         made = comparison_table(where(place), group, results)
         tables.append(Table(made.title, made.head, made.rows, made.note + note))
     pairs = comparisons_of(series, results, RIVALS)
-    ours = [c for c in pairs if c.series.method == "xcal"]
+    ours = [c for c in pairs if c.series.method == "xcal-steered"]
     paper = [c for c in pairs if c.series.method == "xcal-paper"]
-    steered = [c for c in pairs if c.series.method in ("xcal", "xcal-paper")]
+    steered = [c for c in pairs if c.series.method in ("xcal-steered", "xcal-paper")]
     sentences = [s for s in map(beside_the_paper, steered) if s is not None]
     said = (
-        answer(ours, "of `xcal` with static noise at the same ε")
+        answer(ours, "of `xcal-steered` with static noise at the same ε")
         + " "
         + answer(paper, "of the published rule, `xcal-paper`, with it")
         + printed_gains(ours)
@@ -163,7 +163,7 @@ def clients_view(grid: Grid, results: Results) -> StudyView:
         comparison_table(where(group[0].place), group, results)
         for group in _by_place(series).values()
     ]
-    pairs = comparisons_of(series, results, ("xcal-paper", "xcal"))
+    pairs = comparisons_of(series, results, ("xcal-paper", "xcal-steered"))
     told = (beside_the_paper(c, name_clients=True) for c in pairs)
     sentences = [s for s in told if s is not None]
     said = answer(pairs, "of a steered method with static noise") + not_run_yet(series)

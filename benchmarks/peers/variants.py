@@ -24,7 +24,7 @@ from xcal.explain.signal import (
     scores,
     top_cells,
 )
-from xcal.methods.xcal import XcalParameters
+from xcal.methods.xcal_steered import SteeredParameters
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 
@@ -105,7 +105,7 @@ class Step:
 
 def default_signal() -> tuple[int, float]:
     """`signal_every` and `signal_fraction` as a user gets them without asking."""
-    fields = XcalParameters.model_fields
+    fields = SteeredParameters.model_fields
     return int(fields["signal_every"].default), float(fields["signal_fraction"].default)
 
 
