@@ -82,7 +82,7 @@ test-faults: install
 test-federation: install
 	@echo "== Federation: messages, sites, engines =="
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,flower,nvflare]'
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 0 tests/federation
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/federation
 
 test-audit: install
 	@echo "== Attacks on every method (runs/audit) =="

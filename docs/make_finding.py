@@ -22,7 +22,7 @@ from reproduce.tables import view  # noqa: E402
 from reproduce.whole import whole_grids  # noqa: E402
 
 METHODS = {
-    "xcal": ("#1f5fa8", "xcal (ours)"),
+    "xcal-steered": ("#1f5fa8", "xcal-steered (ours)"),
     "xcal-paper": ("#c2571a", "xcal-paper (as published)"),
 }
 SHIFT = 0.17
