@@ -348,9 +348,9 @@ def unused_keys(method: Method, given: Sequence[str]) -> list[str]:
 
 def _mean_sigma(folder: RunFolder) -> float | None:
     """The mean over all steps; none where a line of the trace was damaged."""
-    sigmas = [line.get("sigma") for line in folder.read_lines("trace.jsonl")]
-    whole = all(type(sigma) in (int, float) for sigma in sigmas)
-    return float(np.mean(sigmas)) if sigmas and whole else None
+    lines = folder.read_lines("trace.jsonl")
+    sigmas = [x for line in lines if isinstance(x := line.get("sigma"), int | float)]
+    return float(np.mean(sigmas)) if sigmas and len(sigmas) == len(lines) else None
 
 
 def _save_predictions(path: Path, images: Images, found: Predictions) -> None:
