@@ -330,3 +330,19 @@ mixing = _network(Mixing)
 random = _network(Random)
 
 NETWORKS = ("running_mean", "attribute", "elsewhere", "mixing", "random")
+
+
+def headless(classes: int, *, seed: int) -> nn.Module:
+    """In which no linear layer on the map's average is named: cells cannot be taken out of it."""
+    network = micro(classes, seed=seed)
+    network.head_layer = None  # type: ignore[assignment]
+    return network
+
+
+def frozen_map(classes: int, *, seed: int) -> nn.Module:
+    """Whose map is frozen, and in which more than a linear head reads it."""
+    network = micro(classes, seed=seed)
+    network.conv.requires_grad_(False)
+    network.norm.requires_grad_(False)
+    network.head_layer = None  # type: ignore[assignment]
+    return network

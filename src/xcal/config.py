@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from xcal.errors import UserError
+from xcal.first_edition import BEFORE_THE_KEY, FIRST_EDITION, RENAMED
 
 # Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
@@ -50,41 +51,6 @@ _LATER = (
 )
 
 
-# Keys of the first edition that have another name today; files with the old ones are still read.
-RENAMED: Mapping[str, str] = {
-    "homes": "sites",
-    "batch": "expected_batch_size",
-    "clip": "max_grad_norm",
-    "keep_mb": "feature_cache_mb",
-}
-# The keys of the first edition in their order, each with its name of today: digests of runs that
-# were begun then are made of them.
-FIRST_EDITION: Mapping[str, str] = {
-    name: RENAMED.get(name, name)
-    for name in (
-        "preset method data pixels train_images network norm output_stride head_reads train "
-        "train_norm weights clients participants rounds local_epochs quorum round_timeout average "
-        "aggregation trim partition concentration units_per_client keep_groups homes epsilon delta "
-        "accountant unit images_per_unit group_cap noise paired public_validation "
-        "public_validation_by batch lr clip optimizer momentum views augment average_steps q alpha "
-        "beta gamma fill tau rho band w kappa slow_tau reference contrast signal_every "
-        "signal_fraction signal_source protected protection geometry clipping level quantile "
-        "clip_rate kappa_b count_noise clip_factor sigma_decay validation_images road_images "
-        "road_every road_test_images seed threads chunk pass_rows keep_mb device"
-    ).split()
-}
-# What a run, a request or a study's cell meant that was written down before the key was there.
-BEFORE_THE_KEY: Mapping[str, Any] = {
-    "accountant": "renyi",
-    "loss": None,
-    "pool_views": "none",
-    "whiten": 0.0,
-    "maps": "gradcam",
-    "shares": "left",
-    "steering": "signal",  # `xcal` was then what is now `xcal-steered`
-}
-
-
 def key(default: Any, description: str, *, travels: bool, **limits: Any) -> Any:
     """A key of an experiment: its default, its line in the manual, its limits.
 
@@ -100,259 +66,214 @@ class Experiment(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
     preset: str | None = key(
-        None, description="a layer of defaults beneath the other keys, by name", travels=False
+        None, "a layer of defaults beneath the other keys, by name", travels=False
     )
     # what is trained, on what
-    method: str = key("xcal", description="a method's name, or package.module:name", travels=True)
-    data: str = key("smear", description="a data set's name, or package.module:name", travels=False)
-    pixels: Annotated[int, Field(ge=16, le=1024)] = key(
-        64, description="side of the images", travels=True
-    )
+    method: str = key("xcal", "a method's name, or package.module:name", travels=True)
+    data: str = key("smear", "a data set's name, or package.module:name", travels=False)
+    pixels: Annotated[int, Field(ge=16, le=1024)] = key(64, "side of the images", travels=True)
     train_images: Annotated[int, Field(ge=1)] | None = key(
-        None, description="use at most this many training images", travels=False
+        None, "use at most this many training images", travels=False
     )
-    network: str = key(
-        "small", description="a network's name, or package.module:name", travels=True
-    )
+    network: str = key("small", "a network's name, or package.module:name", travels=True)
     norm: Literal["group", "frozen"] = key(
-        "group", description="group norm from scratch, or frozen published batch norm", travels=True
+        "group", "group norm from scratch, or frozen published batch norm", travels=True
     )
-    output_stride: Literal[16, 32] = key(
-        32, description="16 makes the last stage's map finer", travels=True
-    )
+    output_stride: Literal[16, 32] = key(32, "16 makes the last stage's map finer", travels=True)
     head_reads: str = key(
         "last",
-        description="what the head reads: last (the last map), or stages:a-b (maps and squares of"
+        "what the head reads: last (the last map), or stages:a-b (maps and squares of"
         " these stages, standardized by public constants in the weights file)",
         travels=True,
     )
     pool_views: Literal["auto", "none", "turns", "mirrored-turns", "shifts"] = key(
         "auto",
-        description="whether the head reads the mean over views of an image: turns (four),"
+        "whether the head reads the mean over views of an image: turns (four),"
         " mirrored-turns (eight), or shifts (plain, mirrored, moved left and right, closer); auto:"
         " xcal takes those that a set's symmetry allows, where only a head trains; else none",
         travels=True,
     )
     whiten: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = key(
         None,
-        description="a head that reads several stages: 0 reads them standardized; else whitened by"
+        "a head that reads several stages: 0 reads them standardized; else whitened by"
         " the covariance of public images, shrunk by so many times its mean eigenvalue; by default"
-        " xcal takes 3 where that was measured to help (docs/recipes.md), else 0",
+        " xcal takes 10 where that was measured to help (docs/recipes.md), else 0",
         travels=True,
     )
     train: str = key(
-        "all",
-        description="what trains: all, head, head+norm, head+norm:k or last:k stages",
-        travels=True,
+        "all", "what trains: all, head, head+norm, head+norm:k or last:k stages", travels=True
     )
-    train_norm: bool = key(
-        False, description="whether a frozen norm's scale and shift train", travels=True
-    )
-    weights: str | None = key(
-        None, description="published weights, .safetensors or .pth", travels=False
-    )
+    train_norm: bool = key(False, "whether a frozen norm's scale and shift train", travels=True)
+    weights: str | None = key(None, "published weights, .safetensors or .pth", travels=False)
     # the federation
-    clients: Whole = key(3, description="number of clients N", travels=False)
-    participants: Whole | None = key(
-        None, description="clients a round m; all if not given", travels=False
-    )
-    rounds: Whole = key(8, description="communication rounds T", travels=True)
-    local_epochs: Whole = key(1, description="local epochs E", travels=True)
+    clients: Whole = key(3, "number of clients N", travels=False)
+    participants: Whole | None = key(None, "clients a round m; all if not given", travels=False)
+    rounds: Whole = key(8, "communication rounds T", travels=True)
+    local_epochs: Whole = key(1, "local epochs E", travels=True)
     quorum: Whole | None = key(
-        None,
-        description="fewest answers that make a round; all who were asked if not given",
-        travels=False,
+        None, "fewest answers that make a round; all who were asked if not given", travels=False
     )
     round_timeout: Positive | None = key(
-        None,
-        description="seconds the server waits for a round's answers; for ever if not given",
-        travels=False,
+        None, "seconds the server waits for a round's answers; for ever if not given", travels=False
     )
     average: Annotated[float, Field(ge=1e-6, le=1)] = key(
-        0.5,
-        description="share of a round's weights in the reported model's running average",
-        travels=False,
+        0.5, "share of a round's weights in the reported model's running average", travels=False
     )
     aggregation: Literal["mean", "median", "trimmed-mean"] = key(
         "mean",
-        description="what the server makes of a round's answers; the last two by coordinate",
+        "what the server makes of a round's answers; the last two by coordinate",
         travels=False,
     )
     trim: Annotated[float, Field(gt=0, lt=0.5)] = key(
-        0.2,
-        description="share of the answers that trimmed-mean drops at each end, rounded up",
-        travels=False,
+        0.2, "share of the answers that trimmed-mean drops at each end, rounded up", travels=False
     )
     partition: Literal["iid", "label", "label-extreme", "covariate"] = key(
-        "iid", description="how the training images are spread over the clients", travels=False
+        "iid", "how the training images are spread over the clients", travels=False
     )
-    concentration: Positive = key(
-        0.5, description="Dirichlet concentration of a label shift", travels=False
-    )
+    concentration: Positive = key(0.5, "Dirichlet concentration of a label shift", travels=False)
     units_per_client: Whole | None = key(
         None,
-        description="units at each client; where there are too few, clients share some, which sites"
+        "units at each client; where there are too few, clients share some, which sites"
         " of a real population refuse",
         travels=False,
     )
-    keep_groups: bool = key(True, description="keep a group's images at one client", travels=False)
+    keep_groups: bool = key(True, "keep a group's images at one client", travels=False)
     sites: tuple[str, ...] | None = key(
-        None, description="sites with ledgers of their own, one a client", travels=False
+        None, "sites with ledgers of their own, one a client", travels=False
     )
     # the guarantee
-    epsilon: float = key(5.0, description="target ε over all rounds", travels=True)
-    delta: float = key(1e-5, description="target δ", travels=True)
+    epsilon: float = key(5.0, "target ε over all rounds", travels=True)
+    delta: float = key(1e-5, "target δ", travels=True)
     accountant: Literal["auto", "renyi"] = key(
         "auto",
-        description="auto: privacy-loss distributions where a method's noise is fixed beforehand,"
+        "auto: privacy-loss distributions where a method's noise is fixed beforehand,"
         " else the Rényi filter; renyi: the filter for all, to compare methods",
         travels=True,
     )
     unit: Unit | None = key(
         None,
-        description="what the guarantee protects: record (one image) or group (all images of one"
+        "what the guarantee protects: record (one image) or group (all images of one"
         " patient); by default group where the data set names groups, else record",
         travels=True,
     )
-    images_per_unit: Whole = key(4, description="images used of a drawn group", travels=True)
+    images_per_unit: Whole = key(4, "images used of a drawn group", travels=True)
     group_cap: Whole | None = key(
-        None,
-        description="most images of one group that a record-level run uses; enforced",
-        travels=False,
+        None, "most images of one group that a record-level run uses; enforced", travels=False
     )
     trust: Literal["site", "masked"] = key(
         "site",
-        description="site: every site is protected by its own noise alone; masked: the server sees"
+        "site: every site is protected by its own noise alone; masked: the server sees"
         " only the masked sum, one step a round, and sites share the noise, which rests on `honest`"
         " of them (docs/guarantee.md §10)",
         travels=False,
     )
     honest: Whole | None = key(
         None,
-        description="masked: how many of the sites are assumed to add their noise and to keep it"
+        "masked: how many of the sites are assumed to add their noise and to keep it"
         " secret; all but one if not given",
         travels=False,
     )
     noise: Literal["seeded", "secure"] | None = key(
         None,
-        description="seeded (default of simulations) or secure (default where sites are given)",
+        "seeded (default of simulations) or secure (default where sites are given)",
         travels=False,
     )
     paired: bool = key(
         False,
-        description="simulations: methods of one seed share draws and noise, for comparing them",
+        "simulations: methods of one seed share draws and noise, for comparing them",
         travels=False,
     )
     public_validation: bool | None = key(
         None,
-        description="sites of a real population: true lets the data set's validation and test"
+        "sites of a real population: true lets the data set's validation and test"
         " images be measured, which no guarantee covers; else no such image is used",
         travels=False,
     )
     public_validation_by: str | None = key(
-        None, description="who agreed to public_validation = true, by name", travels=False
+        None, "who agreed to public_validation = true, by name", travels=False
     )
     # local training
-    expected_batch_size: Whole = key(64, description="expected batch size B", travels=True)
-    lr: Annotated[float, Field(gt=0, le=1e30)] = key(
-        1.5, description="learning rate η", travels=True
-    )
+    expected_batch_size: Whole = key(64, "expected batch size B", travels=True)
+    lr: Annotated[float, Field(gt=0, le=1e30)] = key(1.5, "learning rate η", travels=True)
     max_grad_norm: Positive = key(
-        1.0, description="clipping norm C; in dp-fedavg S, of a client's update", travels=True
+        1.0, "clipping norm C; in dp-fedavg S, of a client's update", travels=True
     )
     loss: str | None = key(
         None,
-        description="package.module:name of a function (logits, labels) that gives one number per"
+        "package.module:name of a function (logits, labels) that gives one number per"
         " image, or of a torch loss; by default cross-entropy",
         travels=False,
     )
-    optimizer: Literal["sgd", "momentum", "adam"] = key(
-        "sgd", description="the local optimizer", travels=True
-    )
-    momentum: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.9, description="for momentum", travels=True
-    )
+    optimizer: Literal["sgd", "momentum", "adam"] = key("sgd", "the local optimizer", travels=True)
+    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "for momentum", travels=True)
     views: Whole = key(
-        1,
-        description="views of an image whose mean gradient is clipped; the plain one is first",
-        travels=True,
+        1, "views of an image whose mean gradient is clipped; the plain one is first", travels=True
     )
     augment: Literal["turns", "shifts"] = key(
-        "turns",
-        description="what views are: turned and mirrored, or mirrored and moved a little",
-        travels=True,
+        "turns", "what views are: turned and mirrored, or mirrored and moved a little", travels=True
     )
     average_steps: Share = key(
         0.0,
-        description="share of a round's last steps whose weights are averaged into the answer",
+        "share of a round's last steps whose weights are averaged into the answer",
         travels=True,
     )
     # measuring and running
     validation_images: Annotated[int, Field(ge=0)] = key(
-        500,
-        description="size of the fixed public validation subset measured every round",
-        travels=False,
+        500, "size of the fixed public validation subset measured every round", travels=False
     )
     road_images: Annotated[int, Field(ge=0)] = key(
-        32, description="how many of them are also explained and scored by ROAD", travels=False
+        32, "how many of them are also explained and scored by ROAD", travels=False
     )
-    road_every: Whole = key(2, description="in every k-th round, and in the last", travels=False)
+    road_every: Whole = key(2, "in every k-th round, and in the last", travels=False)
     road_test_images: Annotated[
         Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
-    ] = key(
-        200, description="test images explained at the end, a fixed sample; or 'all'", travels=False
-    )
+    ] = key(200, "test images explained at the end, a fixed sample; or 'all'", travels=False)
     maps: str | None = key(
         None,
-        description="how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
+        "how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
         " occlusion, cell-occlusion, rise, two of them joined by +, or auto: the best by ROAD on"
         " public validation images; rounds are always scored with gradcam; by default auto in xcal,"
         " else gradcam",
         travels=False,
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
-        0, description="of all but secure noise", travels=False
-    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "of all but secure noise", travels=False)
     threads: Annotated[int, Field(ge=0, le=256)] = key(
-        1, description="torch threads of each process; 0 takes all cores", travels=False
+        1, "torch threads of each process; 0 takes all cores", travels=False
     )
     workers: Annotated[int, Field(ge=1, le=256)] | None = key(
         None,
-        description="processes of one thread each that a round's clients train in, side by side; as"
+        "processes of one thread each that a round's clients train in, side by side; as"
         " many as there are cores if not given, 1 where threads are more; does not change the"
         " result",
         travels=False,
     )
-    chunk: Whole = key(
-        256, description="images processed at once; does not change the result", travels=False
-    )
+    chunk: Whole = key(256, "images processed at once; does not change the result", travels=False)
     pass_rows: Annotated[int, Field(ge=0, le=64)] | None = key(
         None,
-        description="images in every pass, filled up; 0: as many as are drawn, which sites of a"
+        "images in every pass, filled up; 0: as many as are drawn, which sites of a"
         " real population refuse; by default 32 where noise is secure, else 0",
         travels=False,
     )
     feature_cache_mb: Annotated[int, Field(ge=0)] = key(
         512,
-        description="memory a client may use to keep what a frozen backbone makes of its images",
+        "memory a client may use to keep what a frozen backbone makes of its images",
         travels=False,
     )
     device: Device = key(
         "cpu",
-        description="where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)",
+        "where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)",
         travels=False,
     )
     precision: Literal["single", "bf16"] | None = key(
         None,
-        description="of training passes: single (float32, the default), or bf16: products in"
+        "of training passes: single (float32, the default), or bf16: products in"
         " bfloat16, as torch.autocast rounds them; what is clipped and released is float32 either"
         " way. Runs of the local engine without sites",
         travels=False,
     )
     log: Literal["none", "tensorboard", "mlflow", "wandb"] = key(
         "none",
-        description="where released and public numbers of each round also go; does not change the"
-        " result",
+        "where released and public numbers of each round also go; does not change the result",
         travels=False,
     )
 
@@ -422,14 +343,6 @@ def decimal_point(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"-?\d+,\d+(e-?\d+)?", value.strip()):
         return f" Did you mean {value.strip().replace(',', '.')}?"
     return ""
-
-
-def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values under the names that keys have today; of two names of one key the later counts."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found[RENAMED.get(key, key)] = value
-    return found
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -11,17 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from xcal.config import (
-    BEFORE_THE_KEY,
-    RENAMED,
-    Experiment,
-    decimal_point,
-    names_of_today,
-    nearest,
-    parse_set,
-    read_toml,
-)
+from xcal.config import Experiment, decimal_point, nearest, parse_set, read_toml
 from xcal.errors import UserError
+from xcal.first_edition import BEFORE_THE_KEY, RENAMED, names_of_today
 from xcal.methods.registry import METHODS, get_method
 from xcal.presets import PRESETS, left_to_the_method
 

@@ -67,7 +67,7 @@ def load_object(path: str, what: str) -> Any:
         ) from error
     except (Exception, SystemExit) as error:
         raise OwnCodeError(
-            f"The {what} {path!r} cannot be imported ({_words(error)}); see {MANUAL}."
+            f"The {what} {path!r} cannot be imported ({error_words(error)}); see {MANUAL}."
         ) from error
     asked = _FILES.setdefault(_file(module), [])
     if f"{what} {path!r}" not in asked:
@@ -92,7 +92,7 @@ def own_code(
             raise
         where = _place(error, _file(sys.modules.get(path.partition(":")[0])))
         raise OwnCodeError(
-            f"The {what} {path!r} failed in {doing} ({_words(error)}{where}); see {MANUAL}."
+            f"The {what} {path!r} failed in {doing} ({error_words(error)}{where}); see {MANUAL}."
         ) from error
 
 
@@ -102,7 +102,7 @@ def blamed(error: BaseException) -> str | None:
         if frame.filename in _FILES:
             which = " or the ".join(_FILES[frame.filename])
             where = _place(error, frame.filename)
-            return f"The {which} failed ({_words(error)}{where}); see {MANUAL}."
+            return f"The {which} failed ({error_words(error)}{where}); see {MANUAL}."
     return None
 
 
@@ -148,7 +148,7 @@ def _file(module: ModuleType | None) -> str:
     return str(getattr(module, "__file__", None) or "")
 
 
-def _words(error: BaseException) -> str:
+def error_words(error: BaseException) -> str:
     """An error's kind and its own words, on one line."""
     said = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

@@ -92,10 +92,14 @@ _POOLED_RATES: dict[str, tuple[float, float, float]] = {
     "ham10000": (0.003, 0.05, 0.2),
 }
 # Cells and moles have no upright; chests do.
-_SYMMETRY = {"blood-cells": "turns", "chest-xray14": "shifts", "ham10000": "turns"}
+_SYMMETRY = {
+    "blood-cells": "mirrored-turns",
+    "chest-xray14": "shifts",
+    "ham10000": "mirrored-turns",
+}
 # Where whitening helped, from this ε on: below, noise drowns the directions that it brings up.
 _WHITENED = frozenset({"blood-cells", "ham10000"})
-_SHRUNK = 3.0
+_SHRUNK = 10.0
 _OTHER = {"expected_batch_size": 256, "rounds": 20, "max_grad_norm": 8.0}
 _READS = "stages:4-6"
 _SCORED = 128  # drawn images a step that enter the signal: each costs two passes
@@ -145,6 +149,9 @@ def _good(given: Mapping[str, Any]) -> Keys:
         "pixels": 128,
         "train": "head",
         "feature_cache_mb": 512,
+        # Rounds cost next to nothing here, and ROAD many passes: the test images at the end tell.
+        "road_images": 0,
+        "road_test_images": 64,
         # Few steps are taken: only a signal in each of them comes to say anything before the end.
         "signal_every": 1,
         "signal_fraction": _scored_share(

@@ -691,7 +691,7 @@ MUTANTS = (
         neighbors_in_activations,
         (
             AS_DRAWN + "[fl-dp-Beginning]",
-            "tests/equivalence/test_frozen_beginning.py::"
+            "tests/equivalence/test_frozen_backbone.py::"
             "test_clipped_sums_are_those_of_the_whole_network[head-1]",
         ),
     ),

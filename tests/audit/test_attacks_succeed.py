@@ -114,7 +114,7 @@ TINY = Effort(
 def test_a_suite_writes_what_it_found(tmp_path: Path) -> None:
     keys = {"pixels": 16, "rounds": 1, "batch": 20}
     said = []
-    suite = Suite(keys, ["fl-dp"], TINY, lambda text, share: said.append((text, share)))
+    suite = Suite(keys, ["fl-dp"], TINY, lambda *told: said.append(told))
     result = suite.run(["one-run", "membership"], tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert saved["one-run"] == result["one-run"]
@@ -123,7 +123,7 @@ def test_a_suite_writes_what_it_found(tmp_path: Path) -> None:
     assert all(r["share_charged"] <= 1 for r in saved["one-run"])
     assert saved["broken"] == []
     assert said
-    assert all(0 <= share <= 1 for _, share in said)
+    assert all(0 <= done <= total for _, _, done, total in said)
 
 
 @pytest.mark.parametrize(

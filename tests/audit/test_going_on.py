@@ -88,7 +88,7 @@ def test_reconstructions_are_kept_with_their_figures(
 
     attacker.stops_at, attacker.asked = None, []
     shares: list[float] = []
-    suite = Suite({}, [], QUICK, lambda _, share: shares.append(share))
+    suite = Suite({}, [], QUICK, lambda _, __, done, total: shares.append(done / total))
     found = suite.run(["inversion"], tmp_path)
     assert attacker.asked == [("small", None)]
     assert [(r["network"], r["epsilon"]) for r in found["inversion"]] == [*first, ("small", None)]

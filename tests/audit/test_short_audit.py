@@ -15,7 +15,7 @@ import torch
 
 from audit.mutants import BY_NAME, MUTANTS
 from support import ROOT
-from xcal.audit.alone import train_alone
+from xcal.audit.one_client import train_one_client
 from xcal.audit.onerun import audit_method
 from xcal.config import Experiment
 from xcal.data import catalog
@@ -91,7 +91,7 @@ def test_loud_pictures_are_not_found() -> None:
 def test_every_release_of_a_step_was_charged(method: str) -> None:
     made = experiment(method=method, batch=20, signal_every=1)
     data = LocalData(pictures(60), unit="record", images_per_unit=1)
-    trained = train_alone(made, data, 8)
+    trained = train_one_client(made, data, 8)
     assert len(trained.charges) >= len(trained.trace) > 0
     for charge, step in zip(trained.charges, trained.trace, strict=False):
         names = {r.name for r in charge.releases}
@@ -107,7 +107,7 @@ def test_every_release_of_a_step_was_charged(method: str) -> None:
 def test_charges_stay_within_the_budget_over_all_rounds(method: str) -> None:
     made = experiment(method=method, batch=20, rounds=4)
     data = LocalData(pictures(60), unit="record", images_per_unit=1)
-    trained = train_alone(made, data, 8)
+    trained = train_one_client(made, data, 8)
     assert trained.plan is not None
     order = trained.plan.order
     spent = math.fsum(reference_cost(c.rate, c.sigma, order) for c in trained.charges)
@@ -119,7 +119,7 @@ def test_the_drawn_size_is_not_given_away() -> None:
     made = experiment(method="fl-dp", batch=4, rounds=8)
     deviations: list[float] = []
     data = LocalData(pictures(8), unit="record", images_per_unit=1)
-    trained = train_alone(
+    trained = train_one_client(
         made, data, 8, observe=lambda _, released: deviations.append(float(released.std()))
     )
     ratios = [

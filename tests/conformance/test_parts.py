@@ -32,6 +32,7 @@ from xcal.methods.fl_dp import FL_DP
 from xcal.methods.registry import plan_for
 from xcal.methods.step_parts import dp_step
 from xcal.methods.xcal_steered import SteeredRule, SteeredState, steered_step
+from xcal.models.resnet import resnet18
 
 KEYS = {"epsilon": 8.0, "delta": 1e-3, "batch": 20, "rounds": 4}
 STEPS = 4
@@ -263,9 +264,20 @@ def test_another_geometry_is_another_query(tmp_path: Path) -> None:
         one_step(2.0000001)
 
 
-def test_a_network_whose_cam_layer_is_frozen_is_refused(tmp_path: Path) -> None:
-    frozen = {**QUICK, "network": "resnet18", "train": "head"}
+def test_a_network_whose_map_is_frozen_and_has_no_head_is_refused(tmp_path: Path) -> None:
+    frozen = {**QUICK, "network": "misbehaving:frozen_map"}
     for keys in ({"method": "agp-dp"}, {"method": "xcal-steered", "geometry": "importance"}):
         with pytest.raises(UserError, match="does not train here"):
             xcal.run(tmp_path / "r", **{**frozen, **keys})
     assert not (tmp_path / "r").exists()
+
+
+def test_where_only_a_head_trains_its_columns_carry_the_weights() -> None:
+    model = resnet18(3, norm="group", trainable="head", seed=0)
+    rule = ChannelRule(0.25, 4.0)
+    geometry = rule.geometry(cam_layer_of(model), rule.choose(model))
+    (weights,) = geometry.inputs.values()
+    assert set(geometry.inputs) == {"fc.weight"} and len(weights) == 512
+    low, high = sorted(set(weights))
+    assert high / low == pytest.approx(4.0) and weights.count(high) == 128
+    assert sum(w**-2 for w in weights) == pytest.approx(512)  # the noise in all is what it was

@@ -24,7 +24,7 @@ import xcal
 import xcal.dp.mechanism
 from method_cases import BASE, CASES
 from support import TINY, tiny
-from xcal.audit.alone import train_alone
+from xcal.audit.one_client import train_one_client
 from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
@@ -107,7 +107,9 @@ def test_what_a_step_asks_for_follows_from_releases_only(
         seen = Seen()
         data = local_data(experiment, seed)
         with seen.watching():
-            trained = train_alone(experiment, data, 3, noise=noise, site_dir=tmp_path / str(seed))
+            trained = train_one_client(
+                experiment, data, 3, noise=noise, site_dir=tmp_path / str(seed)
+            )
         assert seen.clipped
         found.append((list(seen.clipped), seen.released, trained.charges, trained.trace))
         keys = [key for key, _ in seen.released]
@@ -123,7 +125,9 @@ def test_an_empty_draw_gets_noise_on_every_coordinate(
 ) -> None:
     experiment = make_experiment({**BASE, **options, "method": method})
     data = local_data(experiment, 1)
-    trained = train_alone(experiment, data, 3, noise=Drawing("nobody"), site_dir=tmp_path / "site")
+    trained = train_one_client(
+        experiment, data, 3, noise=Drawing("nobody"), site_dir=tmp_path / "site"
+    )
     steps = experiment.rounds * -(-data.units // experiment.expected_batch_size)
     assert len(trained.trace) == len(trained.charges) == steps
     assert bool((trained.final != trained.first).all())

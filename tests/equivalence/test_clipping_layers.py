@@ -478,6 +478,55 @@ def test_scaled_geometry_reaches_every_kind_of_use(whole):
             assert float((found.gradients[name] - part).abs().max()) < 1e-10, name
 
 
+class ReadTwice(nn.Module):
+    """A linear layer that is called on places, on vectors and by its matrix alone."""
+
+    def __init__(self, ways):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.ways = ways
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) if "places" in self.ways else x
+        x = x.mean(1)
+        x = torch.tanh(self.first(x)) if "vectors" in self.ways else x
+        return F.linear(x, self.first.weight) if "matrix" in self.ways else x
+
+
+@pytest.mark.parametrize(
+    "ways", ["vectors", "places", "matrix", "places vectors", "places vectors matrix"]
+)
+def test_weights_of_inputs_reach_a_linear_layer_however_it_is_read(ways):
+    model = shaken(ReadTwice(ways))
+    x = drawn(5, 3, 6)
+    geometry = Geometry(
+        {"first.weight": tuple(1.0 + 0.2 * i for i in range(6))},
+        {"first.weight": tuple(0.5 + 0.4 * i for i in range(6))},
+    )
+    for units in (None, torch.tensor([0, 1, 1, 2, 0])):
+        for clip in (0.05, 100.0):
+            found = ClippingEngine(model).clipped_sum(
+                x, labels(5), clip=clip, geometry=geometry, units=units
+            )
+            expected = one_at_a_time(model, x, labels(5), clip=clip, geometry=geometry, units=units)
+            for name, part in expected.items():
+                assert float((found.gradients[name] - part).abs().max()) < 1e-10, name
+    back = geometry.undo(geometry.scaled({"first.weight": torch.ones(6, 6)}))
+    torch.testing.assert_close(back["first.weight"], torch.ones(6, 6))
+
+
+def test_weights_of_inputs_are_for_the_matrix_of_a_linear_layer_only():
+    model = Everything()
+    for name, many, why in (
+        ("words.weight", 6, "no linear layer"),
+        ("head.bias", 1, "no linear layer"),
+        ("head.weight", 5, "5 weights of inputs"),
+        ("nothing", 1, "not a parameter"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Geometry(inputs={name: (2.0,) * many}).check(model)
+
+
 def test_a_network_with_shared_modules_and_tied_weights_gets_its_own_weights_back():
     shared = nn.Linear(6, 6)
     model = Tokens(shared, nn.Tanh(), shared, nn.Linear(6, 6))

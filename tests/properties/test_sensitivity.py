@@ -60,7 +60,7 @@ OPTIONS = {
     "steering": choices("steering")[1:],
 }
 # Inside a score; what released scores are held against; what a step's cost is a share of.
-UNRELEASED = {"fill", "reference", "shares"}
+UNRELEASED = {"fill", "cover", "reference", "shares"}
 LEVELS = {"level"}  # at the client or at the server: both are here
 GEOMETRY = {"protected": 0.3, "protection": 4.0}
 # Every method there is, and every option that it knows, one at a time: nothing is named twice.

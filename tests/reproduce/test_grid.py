@@ -9,7 +9,11 @@ import pytest
 from reproduce.declared import STUDIES, WEIGHTS, Choice, declare, only_variants
 from reproduce.scales import LAPTOP, SCALES, make_cell
 from xcal.errors import UserError
-from xcal.studies.grid import COLUMNS
+from xcal.experiments import experiment_type
+from xcal.methods.registry import METHODS
+from xcal.studies.grid import PROBE
+
+DEFAULTS = {name: field.default for name, field in experiment_type().model_fields.items()}
 
 
 @pytest.mark.parametrize("scale", sorted(SCALES))
@@ -50,18 +54,26 @@ def test_names_of_finished_cells_stay() -> None:
     )
 
 
-def test_a_head_on_columns_has_a_name_of_its_own() -> None:
+def test_a_probe_has_a_name_of_its_own() -> None:
     """So that its cells are not compared with those of other parts of the same network."""
-    grid = declare("privacy-utility", "laptop", Choice(networks=("efficientnet_b0", COLUMNS)))
+    grid = declare("privacy-utility", "laptop", Choice(networks=("efficientnet_b0", PROBE)))
     assert {(c.network, c.keys["network"], c.keys["train"]) for c in grid.cells} == {
         ("efficientnet_b0", "efficientnet_b0", "last:2"),
-        (COLUMNS, "efficientnet_b0", "head"),
+        (PROBE, "efficientnet_b0", "head"),
     }
-    assert {c.method for c in grid.cells if c.network == COLUMNS} == {
+    assert {c.method for c in grid.cells if c.network == PROBE} == {
         "centralized", "fl", "fl-dp", "xcal-steered", "xcal-paper",
     }  # fmt: skip
     with pytest.raises(UserError, match="layers that train"):
-        declare("efficiency", "laptop", Choice(networks=(COLUMNS,), methods=("agp",)))
+        declare("efficiency", "laptop", Choice(networks=(PROBE,), methods=("agp",)))
+
+
+def test_a_cell_at_the_scale_probe_pins_every_key_that_its_method_uses() -> None:
+    for study in STUDIES:
+        for cell in declare(study, "probe").cells:
+            missing = METHODS[cell.method].uses - set(cell.keys)
+            unset = {k for k in missing if DEFAULTS[k] is not None}
+            assert not unset, (cell.title, unset)
 
 
 def test_methods_of_a_study_share_draws_and_noise() -> None:

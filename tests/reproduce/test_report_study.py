@@ -17,7 +17,7 @@ from reproduce.study_panel import StudyPanel, absent_note, study_panels
 from reproduce.tables import StudyView, view
 from xcal.errors import UserError
 from xcal.report.figures import Figure
-from xcal.report.report import _cell
+from xcal.report.template import _cell
 from xcal.studies.statistics import Verdict
 
 ONE_EPSILON = Choice(data=("blood-cells",), networks=("small",), epsilons=(5.0,), seeds=2)

@@ -57,7 +57,7 @@ def test_a_grid_is_run_compared_and_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
     own = own_grid(experiment_file(tmp_path), ["method=xcal,fl,agp"])
-    for _, cell in own.places:
+    for _, cell in own.settings:
         by_the_process = {"threads", "road_test_images"}
         made = cell.experiment()
         unset = {k for k in get_method(cell.method).uses if getattr(made, k, None) is None}
@@ -65,12 +65,12 @@ def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
         left_out = get_method(cell.method).uses - by_the_process - set(cell.keys)
         assert left_out <= unset | {"preset", "sites", "log", "trust"}
         assert cell.keys["paired"] is True
-    assert [cell.explained for _, cell in own.places] == [10] * 3
+    assert [cell.explained for _, cell in own.settings] == [10] * 3
 
 
 def test_the_table_has_batch_and_clipping_norm(tmp_path: Path) -> None:
     """Under the heads that tables always had, whatever the keys are called."""
-    (_, cell), *_ = own_grid(experiment_file(tmp_path), ["method=fl-dp"]).places
+    (_, cell), *_ = own_grid(experiment_file(tmp_path), ["method=fl-dp"]).settings
     found = {"id": cell.id, "keys": cell.keys, "clients": [], "versions": {}}
     row = table_row(cell, CellResult(found))
     assert row["batch"] == cell.keys["expected_batch_size"]
@@ -88,7 +88,7 @@ def test_axes_of_the_file_and_of_the_command(tmp_path: Path) -> None:
         "seed": (0, 1, 2),
     }
     assert own.compared == "method"
-    assert [at["seed"] for at, _ in own.places] == [0, 0, 1, 1, 2, 2]  # pairs end together
+    assert [at["seed"] for at, _ in own.settings] == [0, 0, 1, 1, 2, 2]  # pairs end together
     assert read_axis("train=last:2,head") == ("train", ("last:2", "head"))
 
 

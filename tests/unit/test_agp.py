@@ -104,10 +104,24 @@ def test_the_cam_layer_is_found(network: Any, convolution: str, norm: str, chann
     assert layer.norm == (f"{norm}.weight", f"{norm}.bias")
 
 
-def test_a_frozen_cam_layer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_frozen_cam_layer_without_a_head_is_refused_before_anything(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not train here"):
-        xcal.run(tmp_path / "r", method="agp", **{**TINY, "network": "resnet18", "train": "head"})
+        xcal.run(tmp_path / "r", method="agp", **{**TINY, "network": "misbehaving:frozen_map"})
     assert not (tmp_path / "r").exists()
+
+
+def test_where_only_a_head_trains_its_columns_are_spared() -> None:
+    model = resnet18(3, norm="group", trainable="head", seed=0)
+    at, layer = context(model), cam_layer_of(model)
+    assert (layer.head, layer.channels, layer.convolution) == ("fc.weight", 512, ())
+    before = model.fc.weight.detach().clone()
+    state, _ = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=AgpState())
+    assert state.channels is not None and len(state.channels) == 128
+    quiet = context(resnet18(3, norm="group", trainable="head", seed=0))
+    sums = clipped_sum(quiet, quiet.draw(0)).gradients["fc.weight"]
+    clean = before - sums / 20 == model.fc.weight
+    for channel in range(512):
+        assert bool(clean[:, channel].all()) == (channel in state.channels)
 
 
 def test_its_noise_is_the_mean_of_the_published_band() -> None:

@@ -72,7 +72,7 @@ def test_a_large_delta_is_warned_about(invoke: Invoke) -> None:
         (["plan", "--epsilon", "nan", "--units", "100"], "epsilon"),
         (["plan", "--epsilon", "1", "--units", "10", "--batch", "32"], "batch"),
         (["plan", "--epsilon", "1", "--delta", "0", "--units", "100"], "delta"),
-        (["plan", "--epsilon", "1", "--units", "100", "--band", "1.5"], "band"),
+        (["plan", "--epsilon", "1", "--units", "100", "--set", "band=1.5"], "band"),
         (["plan", "--epsilon", "1", "--units", "0"], "units"),
         (["plan", "--epsilon", "1", "--units", "99", "--method", "fl"], "no guarantee"),
         (["plan", "--epsilon", "1", "--units", "99", "--method", "xcall"], "xcal"),

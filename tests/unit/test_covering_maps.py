@@ -15,6 +15,7 @@ from xcal.explain.choosing import CANDIDATES, DEFAULT, MAPS, choose_map, make_ma
 from xcal.explain.faithfulness import insertion_deletion, randomisation_check
 from xcal.explain.localization import localization
 from xcal.explain.occlusion import blurred, cell_maps, occlusion_maps, rise_maps
+from xcal.models.views import OverViews
 
 torch.set_num_threads(1)
 
@@ -64,6 +65,43 @@ def lively() -> Tensor:
     images = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(2)) * 0.3
     images[..., :8, :8] *= 4
     return images
+
+
+class Turning(nn.Module):
+    """A network that turns with its image: each pixel by itself, then the average of 4x4 blocks."""
+
+    cam_layer = "features"
+    head_layer = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            pixels = nn.Conv2d(3, 8, 1)
+            self.features = nn.Sequential(pixels, nn.ReLU(), nn.AvgPool2d(4))
+            self.head = nn.Linear(8, 4)
+            self.head.weight.data.mul_(6)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images).mean((2, 3)))
+
+    def segments(self) -> list[nn.Module]:
+        return [self.features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1)), self.head]
+
+
+@pytest.mark.parametrize("kind", ["turns", "mirrored-turns"])
+def test_windows_are_seen_in_views_by_turns_at_the_cost_of_one(images: Tensor, kind: str) -> None:
+    model = Turning().double()
+    pooled, passed = OverViews(model, kind), []
+    model.features.register_forward_hook(lambda *given: passed.append(len(given[1][0])))
+    wanted = occlusion_maps(model, images)
+    once = sum(passed)
+    # A network that turns with its image sees a window alike in every view.
+    torch.testing.assert_close(occlusion_maps(pooled, images), wanted)
+    # Besides the windows: the classes, by all views, the map's size, and four views intact.
+    views = len(pooled.views)
+    assert sum(passed) - 2 * once == (views - 1) * len(images) + (views - 1) + 3 * len(images)
+    torch.testing.assert_close(rise_maps(pooled, images), rise_maps(model, images))
 
 
 def test_occlusion_is_captums(images: Tensor) -> None:
@@ -226,6 +264,12 @@ def test_the_choice_is_the_best_by_road_and_the_default_unless_shown(images: Ten
     assert found.interval[0] > 0 and found.images == 6
     assert max(found.road, key=found.road.get) == found.method
     assert "above Grad-CAM" in found.sentence() and "no ε" in found.sentence()
+    many = torch.cat([lively()] * 6)  # twelve for all, the rest for the best and the default
+    asked: list[int] = []
+    raced = choose_map(Turned(), many, on_images=lambda n, total: asked.extend((n, total)))
+    assert raced.method == found.method and raced.images == 36
+    kinds = len(raced.road)
+    assert max(asked) == asked[-1] == asked[-2] == kinds * 12 + 3 * 24
     one_person = choose_map(Turned(), lively(), ["a"] * 6, candidates=["occlusion"])
     assert one_person.method == DEFAULT and one_person.road["occlusion"] > one_person.road[DEFAULT]
     nobody = choose_map(Turned(), lively()[:0])

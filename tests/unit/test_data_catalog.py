@@ -36,7 +36,7 @@ def test_an_own_data_set_is_called_with_what_was_asked(plugin):
     ("name", "options", "message"),
     [
         ("smeer", {}, "no data set called 'smeer'"),
-        ("smear", {"trian": 8}, "did you mean 'train'"),
+        ("smear", {"trian": 8}, "Did you mean 'train'"),
         ("no_such_module:x", {}, "cannot be imported"),
         ("a_plugin:absent", {}, "cannot be imported"),
         (":x", {}, "cannot be imported"),

@@ -363,10 +363,8 @@ def test_a_csv_that_is_missing(tmp_path: Path, invoke: Invoke, there: bool) -> N
 
 def test_every_kind_of_the_help_is_one(invoke: Invoke) -> None:
     shown = " ".join(invoke("data", "import", "--help")[1].replace("│", " ").split())
-    assert "auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom" in shown
-    assert set(get_args(Kind)) == set(
-        "auto blood-cells chest-xray14 isic medmnist csv folders dicom".split()
-    )
+    *first, last = get_args(Kind)
+    assert f"{', '.join(first)} or {last}." in shown
 
 
 # --- one person in two splits ---------------------------------------------------------------------

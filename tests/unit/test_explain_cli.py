@@ -53,6 +53,15 @@ def test_explain_writes_a_picture_each_and_one_page(call, run: Path, tmp_path: P
     assert "no privacy guarantee (ε = ∞)" in page
 
 
+def test_explain_without_matplotlib_writes_the_page_and_says_so(
+    call, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcal.plotting.find_spec", lambda _: None)
+    code, out, _ = call("explain", run, "test:0", "--out", "made")
+    assert code == 0 and ".whl[figures]" in out.replace("\n", "")
+    assert [p.name for p in (tmp_path / "made").iterdir()] == ["explanations.html"]
+
+
 def test_panel_writes_its_picture(call, run: Path, tmp_path: Path) -> None:
     code, out, _ = call("panel", run, "--images", "2")
     assert code == 0 and "panel.png" in out

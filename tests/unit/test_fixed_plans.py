@@ -17,7 +17,6 @@ from reproduce.scales import SCALES, make_cell
 from support import TINY
 from xcal.cli.app import app as whole_app
 from xcal.cli.ledger_command import app
-from xcal.config import BEFORE_THE_KEY, RENAMED
 from xcal.dp.account import Account, NotAsPlanned
 from xcal.dp.accounting import budget_at, step_cost
 from xcal.dp.calibration import Plan, PlanShape, calibrate, calibrate_fixed, plan_fixed
@@ -39,6 +38,7 @@ from xcal.dp.ledger.rows import (
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, read_pinned
 from xcal.federation.folder import RunFolder
+from xcal.first_edition import BEFORE_THE_KEY, RENAMED
 from xcal.methods.fl_dp import FL_DP
 
 FIXED = ("fl-dp", "adaptive-clip", "agp-dp")
@@ -324,14 +324,18 @@ def test_the_command_shows_both_accountants() -> None:
     runner = CliRunner()
     fixed, adaptive, forced = (
         json.loads(runner.invoke(whole_app, [*words, *more]).stdout)
-        for more in (["--method", "fl-dp"], ["--method", "xcal-steered"], ["--accountant", "renyi"])
+        for more in (
+            ["--method", "fl-dp"],
+            ["--method", "xcal-steered"],
+            ["--set", "accountant=renyi"],
+        )
     )
     assert (fixed["accountant"], adaptive["accountant"]) == ("pld", "renyi")
     assert fixed["sigma_static"] == fixed["sigma_pld"] == adaptive["sigma_pld"]
     assert adaptive["sigma_static"] == adaptive["sigma_renyi"] == fixed["sigma_renyi"]
     assert adaptive["adaptive_price"] == pytest.approx(0.087, abs=0.002)
     assert forced["sigma_static"] == adaptive["sigma_static"]
-    refused = runner.invoke(whole_app, [*words, "--accountant", "pld"])
+    refused = runner.invoke(whole_app, [*words, "--set", "accountant=pld"])
     assert refused.exit_code != 0
 
 

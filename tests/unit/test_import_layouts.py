@@ -110,6 +110,18 @@ def test_blood_cells(tmp_path, as_zip):
     assert len(pairs) == len({g for g, _ in pairs}) == len({n for _, n in pairs}) == 44
 
 
+def test_blood_cells_as_shipped_are_records_of_their_own(tmp_path):
+    files = blood_cells()
+    kind = "blood-cells-as-shipped"
+    info = import_dataset(write(tmp_path, files, True), pixels=16, kind=kind).info
+    assert (info.name, info.kind, info.group_name) == (kind, kind, "record")
+    train, validation, test = (info.splits[s] for s in ("train", "validation", "test"))
+    assert train.images + validation.images == train.groups + validation.groups == 120
+    assert test.images == test.groups == 4
+    assert not load(kind).groups_known  # so that a promise for a whole picture is refused
+    assert any("Copies of one picture" in note for note in info.notes)
+
+
 def test_training_copies_of_tested_blood_cells_are_left_out(tmp_path):
     files = blood_cells()
     torn = [

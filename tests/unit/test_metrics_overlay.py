@@ -10,8 +10,9 @@ import torch
 
 from xcal.errors import UserError
 from xcal.explain.overlay import (
-    color_bar,
+    color_map,
     colors,
+    css_gradient,
     overlay,
     picture,
     scaled_map,
@@ -55,7 +56,10 @@ def test_sizes_and_channels() -> None:
         picture(torch.rand(4, 10, 10))
 
 
-def test_color_bar_has_both_directions() -> None:
-    lying, upright = np.asarray(color_bar(50, 4)), np.asarray(color_bar(4, 50))
-    assert np.array_equal(lying[0, 0], upright[-1, 0])
-    assert np.array_equal(lying[0, -1], upright[0, 0])
+def test_the_scale_is_the_same_for_matplotlib_and_for_pages() -> None:
+    ends = colors(np.array([0.0, 1.0]))
+    made = color_map()
+    assert np.allclose([made(0)[:3], made(255)[:3]], ends / 255)
+    low, high = (f"rgb({', '.join(map(str, end.tolist()))})" for end in ends)
+    assert css_gradient().startswith(f"linear-gradient(to right, {low}")
+    assert css_gradient().endswith(f"{high})")

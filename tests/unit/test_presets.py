@@ -98,7 +98,7 @@ def test_good_reads_standardized_stages_where_the_network_has_them() -> None:
     keys = {"preset": "good", "data": "blood-cells", "weights": "w.pth"}
     made = make_experiment(keys)
     assert (made.network, made.head_reads, made.train) == ("efficientnet_b0", "stages:4-6", "head")
-    assert made.pool_views == "turns"
+    assert made.pool_views == "mirrored-turns"
     assert make_experiment({**keys, "data": "another"}).pool_views == "none"
     assert make_experiment({**keys, "network": "resnet18"}).head_reads == "last"
     assert make_experiment({**keys, "weights": None}).head_reads == "last"
@@ -115,8 +115,8 @@ def test_xcal_takes_what_helps_and_says_it_key_by_key(tmp_path: Path) -> None:
         made = make_experiment({"preset": "good", "weights": "w.pth", **keys})
         return made.pool_views, made.whiten, made.maps
 
-    assert settled(data="blood-cells", epsilon=0.5) == ("turns", 3.0, "auto")
-    assert settled(data="blood-cells", epsilon=0.05) == ("turns", 0.0, "auto")
+    assert settled(data="blood-cells", epsilon=0.5) == ("mirrored-turns", 10.0, "auto")
+    assert settled(data="blood-cells", epsilon=0.05) == ("mirrored-turns", 0.0, "auto")
     assert settled(data="chest-xray14") == ("shifts", 0.0, "auto")
     assert settled(data="something else") == ("none", 0.0, "auto")
     # Each part can be switched off, and given to others.

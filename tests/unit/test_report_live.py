@@ -79,7 +79,7 @@ def test_the_page_grows_and_ends_whole(live: LiveReport, half: Path, run: Path) 
 
 
 def test_others_are_not_answered(live: LiveReport) -> None:
-    assert get(live, "/", host="elsewhere.example:80")[0] == 403
+    assert get(live, "/", host="elsewhere.example:80")[0] == 404
     assert get(live, "/result.json")[0] == 404
     assert get(live, "/../run.json")[0] == 404
 

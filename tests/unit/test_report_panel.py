@@ -1,4 +1,4 @@
-"""The panel: who stands where, which images, one scale; and the sheet it is drawn on."""
+"""The panel: who stands where, which images, one scale; and how it is drawn."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import xcal
 from support import TINY, micro, tiny
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
+from xcal.plotting import picture, shortened
 from xcal.report.panel import (
     Entry,
     View,
@@ -24,22 +25,21 @@ from xcal.report.panel import (
     shared_peak,
 )
 from xcal.report.runs import LoadedRun
-from xcal.report.sheet import Sheet, drawable, shortened, text_width
 
 QUICK = {**TINY, "rounds": 1, "road_images": 0, "road_test_images": 0, "validation_images": 0}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    site_dir = tmp_path_factory.mktemp("panel")
+    folder = tmp_path_factory.mktemp("panel")
     wanted = {
         "fl": {"method": "fl"},
         "strict": {"method": "fl-dp", "epsilon": 4.0},
         "loose": {"method": "xcal-steered", "epsilon": 8.0},
     }
     for name, keys in wanted.items():
-        xcal.run(site_dir / name, **{**QUICK, **keys})
-    return {name: site_dir / name for name in wanted}
+        xcal.run(folder / name, **{**QUICK, **keys})
+    return {name: folder / name for name in wanted}
 
 
 def entry(method: str, epsilon: float | None) -> Entry:
@@ -118,26 +118,20 @@ def test_runs_that_cannot_stand_together_are_refused(runs: dict[str, Path], tmp_
     (tmp_path / "kept.json").rename(runs["loose"] / "result.json")
 
 
-def test_letters_the_font_lacks_are_drawn_otherwise() -> None:
-    assert drawable("ε = ∞ – naïve Zürich 细") == "ε = ∞ - naive Zurich ?"
-    assert drawable("e\u0301") == "e"  # a letter and its accent, apart
-    plain, infinite = text_width("e = 8", 20), text_width("ε = ∞", 20)
-    assert infinite > plain > 0
+def test_without_matplotlib_a_panel_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xcal.plotting.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"\.whl\[figures\].* or pip .*\.\[figures\]"):
+        save_panel(tmp_path / "panel.png", [tmp_path / "nothing"])
 
 
-def test_long_lines_are_shortened_to_what_fits() -> None:
-    assert shortened("short", 15, 500) == "short"
-    cut = shortened("a very long line of text", 15, 80)
-    assert cut.endswith("…") and text_width(cut, 15) <= 80
-
-
-def test_text_stands_where_it_is_anchored() -> None:
-    def columns(anchor: str) -> tuple[int, int]:
-        sheet = Sheet(200, 40)
-        sheet.text((100, 28), "ε = ∞", 20, anchor=anchor)  # type: ignore[arg-type]
-        dark = np.asarray(sheet.image.convert("L")).min(axis=0) < 128
-        return int(np.flatnonzero(dark)[0]), int(np.flatnonzero(dark)[-1])
-
-    assert columns("left")[0] >= 99 and columns("right")[1] <= 101
-    first, last = columns("middle")
-    assert abs((first + last) / 2 - 100) < 4
+def test_any_letters_are_drawn_and_long_lines_shortened(tmp_path: Path) -> None:
+    for text in ("ε = ∞ – naïve Zürich 细", "$x_1$", "a \\ b"):
+        with picture(tmp_path / "text.png", width=200, height=40) as drawn:
+            drawn.text(0, 0, text)
+        with Image.open(tmp_path / "text.png") as saved:
+            assert np.asarray(saved.convert("L")).min() < 128
+    assert shortened("short", 15) == "short"
+    cut = shortened("a very long line of text", 8)
+    assert cut == "a very…" and len(cut) <= 8

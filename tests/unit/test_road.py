@@ -196,6 +196,27 @@ def test_scores_follow_from_the_curves() -> None:
     assert summary["levels"] == [20, 40, 60, 80]
 
 
+class Surer(nn.Module):
+    """The same answers, ten times as sure."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return 10 * self.model(images)
+
+
+def test_confidence_alone_moves_road_and_not_the_matched_one() -> None:
+    model, images = BlobClassifier(), blob_images(8)
+    maps = torch.rand(8, 20, 20, generator=torch.Generator().manual_seed(2))
+    one, surer = road(model, images, maps), road(Surer(model), images, maps)
+    assert one.matched(1.0) == pytest.approx(one.scores)
+    assert abs(surer.road - one.road) > 0.01
+    assert surer.matched(10.0) == pytest.approx(one.scores)
+    assert surer.matched(10 * 3.0) == pytest.approx(one.matched(3.0))
+
+
 def test_degenerate_maps_are_counted_and_rank_nothing() -> None:
     images = blob_images(4)
     maps = torch.rand(4, 5, 5, generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xcal.cli import federation
+from xcal.cli import federation_runs as federation
 from xcal.federation.nvflare import lead_runs as runs
 from xcal.federation.nvflare.jobs import ServerSilent
 
@@ -25,6 +25,10 @@ class Look:
 
     def first(self) -> list[str]:
         return ["connected: a, b"]
+
+    @property
+    def rounds(self) -> int:
+        return self._round
 
     def goes_on(self) -> bool:
         return self._round < 3

@@ -183,13 +183,6 @@ def mislabeled(source: Images, classes: int, seed: int) -> Images:
     return _pictures(np.asarray(source.pixels), (source.labels + shift) % classes)
 
 
-def random_pictures(count: int, pixels: int, classes: int, seed: int) -> Images:
-    """Pictures of independent random pixels under random labels."""
-    rng = np.random.default_rng([seed, 0x5A4D])
-    pictures = rng.integers(0, 256, (count, pixels, pixels, 3), dtype=np.uint8)
-    return _pictures(pictures, rng.integers(0, classes, count))
-
-
 def _pictures(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> Images:
     ids = np.array([f"canary-{i}" for i in range(len(labels))])
     return Images(pixels, labels, np.arange(len(labels), dtype=np.int64), ids)

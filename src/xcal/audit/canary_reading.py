@@ -12,8 +12,8 @@ from scipy.special import logsumexp
 from scipy.stats import binom
 from torch import Tensor, nn
 
-from xcal.audit.alone import flat, load_flat
 from xcal.audit.canaries import Directions
+from xcal.audit.one_client import flat, load_flat
 from xcal.dp.clipping import Bound, ClippingEngine
 from xcal.methods.context import trainable
 

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
-from xcal.audit.alone import RUN, flat
-from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import Directions, toss_coins
 from xcal.audit.canary_reading import mixture_ratio
-from xcal.audit.onerun import Audit, ideal_audits
+from xcal.audit.one_client import RUN, flat
+from xcal.audit.onerun import Audit, audit_of, ideal_audits
 from xcal.config import Experiment
 from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.dp.noise import SeededNoise
@@ -78,25 +77,19 @@ def audit_clients(
     }
     audits = []
     for view, scores in views.items():
-        found = find_epsilon(scores, included, delta=experiment.delta, confidence=confidence)
         right = int(((scores > 0) == included).sum())
         first = view == "rounds"
         audits.append(
-            Audit(
-                method=experiment.method,
+            audit_of(
+                experiment,
+                scores,
+                included,
+                confidence,
                 canary="client",
                 view=view,
-                canaries=canaries,
                 units=canaries,
                 steps=len(readings),
                 epsilon_claimed=plan.epsilon,
-                delta=experiment.delta,
-                confidence=confidence,
-                epsilon_found=found.epsilon,
-                guesses=found.guesses,
-                correct=found.correct,
-                accuracy=found.accuracy_all,
-                strongest=strongest_bound(canaries, delta=experiment.delta, confidence=confidence),
                 expected=expected,
                 p_charged=float(binom.sf(right - 1, canaries, accuracy)) if first else None,
                 noise_floor=min(floors) if first else None,

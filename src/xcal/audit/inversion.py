@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from xcal.audit.alone import load_flat, train_alone
 from xcal.audit.canaries import Tap
+from xcal.audit.one_client import load_flat, train_one_client
 from xcal.audit.similarity import psnr, ssim
 from xcal.config import Experiment
 from xcal.data.images import Images
@@ -118,7 +118,7 @@ class _Counted(LocalData):
 def update_of(experiment: Experiment, images: Images, classes: int) -> Update:
     """One real round of a client that holds just these images."""
     data = _Counted(images)
-    trained = train_alone(experiment, data, classes)
+    trained = train_one_client(experiment, data, classes)
     model = build_network(experiment, classes).double()
     load_flat(model, trained.first.double())
     moved = (trained.first.double() - trained.final.double()) * (

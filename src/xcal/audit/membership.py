@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.audit.alone import train_alone
+from xcal.audit.one_client import train_one_client
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.errors import UserError
@@ -126,7 +126,7 @@ def infer_membership(
         members = pool.take(np.flatnonzero(inside[k]))
         members = replace(members, groups=np.arange(len(members), dtype=np.int64))
         data = LocalData(members, unit="record", images_per_unit=1)
-        trained = train_alone(own, data, classes)
+        trained = train_one_client(own, data, classes)
         claimed = None if trained.plan is None else trained.plan.epsilon
         found = predict(trained.model, pool)
         p = found.probabilities[np.arange(len(pool)), pool.labels]

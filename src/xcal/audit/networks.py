@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from xcal.models.layers import laid_out
+
 
 class SmoothLeNet(nn.Module):
     """5×5 convolutions with sigmoids down to an 8×8 map, then one linear layer on all of it."""
@@ -32,10 +34,8 @@ class SmoothLeNet(nn.Module):
         return logits
 
 
-def _build(classes: int, strides: tuple[int, ...], seed: int | None) -> SmoothLeNet:
-    with torch.device("meta"):  # torch's own initialization draws nothing
-        network = SmoothLeNet(classes, strides)
-    network = network.to_empty(device="cpu")
+def _build(classes: int, strides: tuple[int, ...], seed: int | None) -> nn.Module:
+    network = laid_out(lambda: SmoothLeNet(classes, strides))
     generator = torch.Generator().manual_seed(0 if seed is None else seed)
     with torch.no_grad():
         # A fifth of the reach that the attack's authors chose: sigmoids that do not saturate leak

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.stats import binom
 from torch import nn
 
-from xcal.audit.alone import Trained, load_flat, train_alone
-from xcal.audit.bound import Found, find_epsilon, strongest_bound
+from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import (
     CanaryData,
     CanaryEngine,
@@ -27,7 +27,6 @@ from xcal.audit.canaries import (
     blank_pictures,
     mislabeled,
     plant,
-    random_pictures,
     toss_coins,
 )
 from xcal.audit.canary_reading import (
@@ -38,6 +37,7 @@ from xcal.audit.canary_reading import (
     mixture_ratio,
     reach,
 )
+from xcal.audit.one_client import Trained, load_flat, train_one_client
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
@@ -58,7 +58,7 @@ class Audit:
     """One method, one kind of canary, one view."""
 
     method: str
-    canary: str  # "gradient", "mislabeled" or "random"
+    canary: str  # "gradient", "mislabeled" or "client"
     view: str
     canaries: int
     units: int
@@ -156,46 +156,52 @@ def audit_method(
         share = spent / trained.plan.budget
     audits = []
     for view, scores in views.items():
-        found = find_epsilon(scores, included, delta=experiment.delta, confidence=confidence)
         p = None
         if view == "steps" and canary == "gradient" and accuracy is not None:
             right = int(((scores > 0) == included).sum())
             p = float(binom.sf(right - 1, canaries, accuracy))
         audits.append(
-            _row(experiment, planted, trained, canary, view, found, claimed, confidence)
-            | {"expected": expected, "p_charged": p}
-            | {"noise_floor": floor if view == "steps" else None, "share_charged": share}
+            audit_of(
+                experiment,
+                scores,
+                included,
+                confidence,
+                canary=canary,
+                view=view,
+                units=len(planted.images),
+                steps=len(trained.trace),
+                epsilon_claimed=claimed,
+                expected=expected,
+                p_charged=p,
+                noise_floor=floor if view == "steps" else None,
+                share_charged=share,
+            )
         )
-    return [Audit(**a) for a in audits]
+    return audits
 
 
-def _row(
+def audit_of(
     experiment: Experiment,
-    planted: Planted,
-    trained: Trained,
-    canary: str,
-    view: str,
-    found: Found,
-    claimed: float | None,
+    scores: Scores,
+    included: NDArray[np.bool_],
     confidence: float,
-) -> dict[str, Any]:
+    **about: Any,
+) -> Audit:
+    """What guessing by these scores who was in says, beside what is known of the training."""
     delta = experiment.delta
-    return {
-        "method": experiment.method,
-        "canary": canary,
-        "view": view,
-        "canaries": planted.canaries,
-        "units": len(planted.images),
-        "steps": len(trained.trace),
-        "epsilon_claimed": claimed,
-        "delta": delta,
-        "confidence": confidence,
-        "epsilon_found": found.epsilon,
-        "guesses": found.guesses,
-        "correct": found.correct,
-        "accuracy": found.accuracy_all,
-        "strongest": strongest_bound(planted.canaries, delta=delta, confidence=confidence),
-    }
+    found = find_epsilon(scores, included, delta=delta, confidence=confidence)
+    return Audit(
+        method=experiment.method,
+        canaries=len(included),
+        delta=delta,
+        confidence=confidence,
+        epsilon_found=found.epsilon,
+        guesses=found.guesses,
+        correct=found.correct,
+        accuracy=found.accuracy_all,
+        strongest=strongest_bound(len(included), delta=delta, confidence=confidence),
+        **about,
+    )
 
 
 def _pictures(
@@ -204,13 +210,11 @@ def _pictures(
     side = benign.pixels.shape[1]
     if canary == "gradient":
         return blank_pictures(count, side)
-    if canary == "random":
-        return random_pictures(count, side, classes, seed)
     if canary == "mislabeled":
         if given is None or len(given) < count:
             raise UserError(f"{count} canaries need as many pictures that are not in training.")
         return mislabeled(given.take(np.arange(count)), classes, seed)
-    raise UserError(f"Unknown canary {canary!r}: choose gradient, mislabeled or random.")
+    raise UserError(f"Unknown canary {canary!r}: choose gradient or mislabeled.")
 
 
 def _with_gradients(
@@ -236,7 +240,7 @@ def _with_gradients(
             return super().clipped_sum(*args, clip=clip, **options)
 
     watcher = GradientWatcher(directions, bounds)
-    trained = train_alone(experiment, data, classes, observe=watcher, make_engine=Engine)
+    trained = train_one_client(experiment, data, classes, observe=watcher, make_engine=Engine)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
@@ -270,7 +274,7 @@ def _with_inputs(
     images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
     watcher = InputWatcher(images, labels)
     data = CanaryData(planted.images, planted.included, in_gradient=False)
-    trained = train_alone(experiment, data, classes, observe=watcher)
+    trained = train_one_client(experiment, data, classes, observe=watcher)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     per_step = np.zeros(planted.canaries)

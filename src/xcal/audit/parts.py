@@ -7,8 +7,9 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xcal.audit.inversion import Inverted
 from xcal.audit.reconstructions import load_inverted, save_inverted
@@ -16,6 +17,7 @@ from xcal.errors import UserError
 from xcal.federation.files import read_json, write_json
 
 Rows = list[dict[str, Any]]
+Found = TypeVar("Found")
 
 
 class Parts:
@@ -33,39 +35,48 @@ class Parts:
 
     def rows(self, attack: str, what: Sequence[Any], make: Callable[[], Rows]) -> Rows:
         """The rows that `make` gives, from an earlier call if it came that far."""
-        path = self._path(attack, what)
-        if path is not None and path.exists():
-            try:
-                kept = read_json(path)
-                self.seconds += kept["seconds"]
-                rows: Rows = kept["rows"]
-                return rows
-            except (UserError, KeyError, TypeError):
-                pass
-        began = time.monotonic()
-        rows = make()
-        self._finish(path, began, rows)
-        return rows
+        found, _ = self._part(attack, what, make, lambda rows, _: rows, lambda kept, _: kept)
+        return found
 
     def inverted(
         self, what: Sequence[Any], make: Callable[[], list[Inverted]]
     ) -> tuple[list[Inverted], bool]:
         """The reconstructions that `make` gives, and whether they come from an earlier call."""
-        path = self._path("inversion", what)
-        pictures = None if path is None else path.with_suffix(".npz")
-        if path is not None and pictures is not None and path.exists():
-            try:
-                kept = load_inverted(pictures)
-                self.seconds += read_json(path)["seconds"]
-                return kept, True
-            except (UserError, OSError, ValueError, KeyError, TypeError):
-                pass
+
+        def save(found: list[Inverted], path: Path) -> Rows:
+            save_inverted(found, path.with_suffix(".npz"))
+            return []
+
+        def load(_: Rows, path: Path) -> list[Inverted]:
+            return load_inverted(path.with_suffix(".npz"))
+
+        return self._part("inversion", what, make, save, load)
+
+    def _part(
+        self,
+        attack: str,
+        what: Sequence[Any],
+        make: Callable[[], Found],
+        save: Callable[[Found, Path], Rows],
+        load: Callable[[Rows, Path], Found],
+    ) -> tuple[Found, bool]:
+        """What `make` gives, and whether it was loaded; saved are rows, and what `save` writes."""
+        path = self._path(attack, what)
+        if path is not None and path.exists():
+            with suppress(UserError, OSError, ValueError, KeyError, TypeError):
+                kept = read_json(path)
+                found = load(kept["rows"], path)
+                self.seconds += kept["seconds"]
+                return found, True
         began = time.monotonic()
         found = make()
-        if pictures is not None:
-            pictures.parent.mkdir(parents=True, exist_ok=True)
-            save_inverted(found, pictures)
-        self._finish(path, began, [])
+        seconds = time.monotonic() - began
+        self.seconds += seconds
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = save(found, path)
+            # Last, and whole or not at all: a part counts once this is there.
+            write_json(path, {"seconds": seconds, "rows": rows})
         return found, False
 
     def remove(self) -> None:
@@ -78,11 +89,3 @@ class Parts:
             return None
         asked = json.dumps([self._about, attack, list(what)], default=str)
         return self._folder / f"{attack}-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
-
-    def _finish(self, path: Path | None, began: float, rows: Rows) -> None:
-        seconds = time.monotonic() - began
-        self.seconds += seconds
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Last, and whole or not at all: a part counts once this is there.
-            write_json(path, {"seconds": seconds, "rows": rows})

@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from xcal.audit.inversion import Inverted
-
-_CELL, _GAP, _HEAD, _FOOT = 80, 6, 30, 14
+from xcal.plotting import picture, tile
 
 
 def column_title(result: Inverted) -> str:
-    # The built-in font has no Greek.
-    level = "no privacy" if result.epsilon is None else f"epsilon {result.epsilon:g}"
+    level = "no privacy" if result.epsilon is None else f"ε = {result.epsilon:g}"
     return f"{result.attack}\n{level}"
 
 
@@ -31,26 +28,16 @@ def draw_inversion(results: Sequence[Inverted], path: Path, *, rows: int = 6) ->
     shown = [r for r in shown if r.network == shown[0].network]
     shown.sort(key=lambda r: (r.attack != "dlg", -(r.epsilon or math.inf)))
     rows = min(rows, len(shown[0].psnr))
-    width = (_CELL + _GAP) * (len(shown) + 1) + _GAP
-    height = _HEAD + (_CELL + _FOOT + _GAP) * rows
-    canvas = Image.new("RGB", (width, height), "white")
-    pen = ImageDraw.Draw(canvas)
-    font = ImageFont.load_default(10)
-    columns: list[tuple[str, Tensor, tuple[float, ...] | None]]
-    columns = [("original", shown[0].originals, None)]
-    columns += [(column_title(r), r.found, r.psnr) for r in shown]
-    for column, (title, pictures, figures) in enumerate(columns):
-        x = _GAP + column * (_CELL + _GAP)
-        pen.multiline_text((x, 2), title, fill="black", font=font, spacing=1)
-        for row in range(rows):
-            y = _HEAD + row * (_CELL + _FOOT + _GAP)
-            values = _bytes(pictures[row].permute(1, 2, 0))
-            cell = Image.fromarray(values).resize((_CELL, _CELL), Image.Resampling.NEAREST)
-            canvas.paste(cell, (x, y))
-            if figures is not None:
-                pen.text((x, y + _CELL), f"{figures[row]:.1f} dB", fill="black", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.quantize(128).save(path, optimize=True)
+    with picture(path, width=95 * (len(shown) + 1), height=110 * rows) as drawn:
+        grid = drawn.subplots(rows, 1 + len(shown), squeeze=False)
+        for row in range(rows):
+            tile(grid[row, 0], _bytes(shown[0].originals[row].permute(1, 2, 0)))
+            for axes, result in zip(grid[row, 1:], shown, strict=True):
+                found = _bytes(result.found[row].permute(1, 2, 0))
+                tile(axes, found, f"{result.psnr[row]:.1f} dB")
+        for axes, title in zip(grid[0], ("original", *map(column_title, shown)), strict=True):
+            axes.set_title(title, loc="left", fontsize=9)
 
 
 def _bytes(pictures: Tensor) -> NDArray[np.uint8]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from xcal import plotting
 from xcal.audit.central_audit import audit_clients
 from xcal.audit.inversion import Inverted, Settings, invert_all
 from xcal.audit.membership import infer_membership
@@ -27,8 +28,8 @@ from xcal.methods.base import CentralMethod, clips_units
 from xcal.methods.registry import METHODS, method_of
 
 ATTACKS = ("one-run", "membership", "inversion")
-OnWork = Callable[[str, float], None]
-"""Told what is being done and which share of the whole is finished."""
+OnWork = Callable[[str, str, int, int], None]
+"""Told which attack is made on what, how many of its parts are done, of how many."""
 
 # Small pictures and one client: an audit trains dozens of models.
 BASE: dict[str, Any] = {
@@ -103,10 +104,6 @@ def _some(images: Images, first: int, count: int) -> Images:
     return replace(taken, groups=np.arange(count, dtype=np.int64), masks=None)
 
 
-def _ignore(text: str, share: float) -> None:
-    """Nobody watches."""
-
-
 class Suite:
     """The attacks on one data set and network, and their results as plain data."""
 
@@ -115,14 +112,14 @@ class Suite:
         keys: Mapping[str, Any],
         methods: Sequence[str] = (),
         effort: Effort | None = None,
-        on_work: OnWork | None = None,
+        on_work: OnWork = lambda *_: None,
     ) -> None:
         self.keys = dict(keys)
         if self.keys.pop("method", None) is not None:
             raise UserError("Name the methods to audit with --method, not with --set method=….")
         self.methods = audited_methods(methods)
         self.effort = effort or Effort()
-        self._on_work = on_work or _ignore
+        self._on_work = on_work
         self._shown: Experiment = _experiment(self.keys, {}, self.methods[0])
         self.inverted: list[Inverted] = []
         self._parts = Parts(None, {})
@@ -183,7 +180,7 @@ class Suite:
             return [{**asdict(a), "broken": a.broken} for a in found]
 
         for done, one in enumerate(work):
-            self._on_work(f"one run: {one[0]}, {one[1]} canaries", done / len(work))
+            self._on_work("one run", f"{one[0]}, {one[1]} canaries", done, len(work))
             rows += self._parts.rows("one-run", one, partial(canaries_in, *one))
         return rows
 
@@ -202,7 +199,7 @@ class Suite:
             return [{**m.as_dict(), "broken": m.broken} for m in found]
 
         for done, name in enumerate(self.methods):
-            self._on_work(f"membership: {name}", done / len(self.methods))
+            self._on_work("membership", name, done, len(self.methods))
             rows += self._parts.rows("membership", (name,), partial(members_of, name))
         return rows
 
@@ -225,7 +222,7 @@ class Suite:
         def attacked(number: int) -> None:
             nonlocal done
             done += number
-            self._on_work("inversion", done / total)
+            self._on_work("inversion", "reconstructing", done, total)
 
         for network, epsilons in tried:
             for epsilon in epsilons:
@@ -255,6 +252,8 @@ class Suite:
         for attack in attacks:
             if attack not in ATTACKS:
                 raise UserError(f"Unknown attack {attack!r}: choose {', '.join(ATTACKS)}.")
+        if out is not None and "inversion" in (attacks or ATTACKS):
+            plotting.require()  # a picture goes with it
         result: dict[str, Any] = {
             "command": command(),
             "commit": commit(),

@@ -14,7 +14,7 @@ from xcal.cli import (
     evaluate,
     explain,
     export,
-    federation,
+    federation_runs,
     ledger_command,
     panel_command,
     plan,
@@ -67,7 +67,7 @@ app.add_typer(ledger_command.app, name="ledger")
 app.add_typer(site.app, name="site")
 app.add_typer(site.app, name="home", hidden=True)  # its name in the first edition
 app.add_typer(data.app, name="data")
-app.add_typer(federation.app, name="federation")
+app.add_typer(federation_runs.app, name="federation")
 
 
 def main(commands: typer.Typer | None = None, name: str = "xcal") -> None:

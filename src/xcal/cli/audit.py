@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from xcal.cli.show import epsilon_text, number
-from xcal.config import parse_set
+from xcal.cli.show import LiveProgress, epsilon_text, make_table, number
 from xcal.errors import UserError
 
 
@@ -41,6 +39,7 @@ def audit_command(
     from dataclasses import replace
 
     from xcal.audit.suite import QUICK, Effort, Suite
+    from xcal.config import parse_set
 
     if not 0.5 <= confidence < 1:
         raise UserError(f"confidence is {confidence:g}: choose at least 0.5 and less than 1.")
@@ -53,14 +52,8 @@ def audit_command(
         chosen["levels"] = tuple(None if text == "none" else _level(text) for text in level)
     effort = replace(QUICK if quick else Effort(), confidence=confidence, **chosen)
     console = Console(stderr=as_json)
-    with console.status("Preparing …") as status:
-        watch = _Estimate()
-        suite = Suite(
-            dict(parse_set(text) for text in sets),
-            method,
-            effort,
-            lambda text, share: status.update(watch.line(text, share)),
-        )
+    with LiveProgress(console) as shown:
+        suite = Suite(dict(map(parse_set, sets)), method, effort, shown.attack)
         result = suite.run(attacks or [], out)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
@@ -69,22 +62,6 @@ def audit_command(
         console.print(f"Everything is in {out}.")
     if result["broken"]:
         raise typer.Exit(1)
-
-
-class _Estimate:
-    """How far an attack has come, and how long the rest takes at this pace."""
-
-    def __init__(self) -> None:
-        self._attack, self._began = "", 0.0
-
-    def line(self, text: str, share: float) -> str:
-        now, attack = time.monotonic(), text.partition(":")[0]
-        if attack != self._attack:
-            self._attack, self._began = attack, now
-        if share <= 0:
-            return f"{text} …"
-        left = (now - self._began) * (1 - share) / share
-        return f"{text} … {100 * share:.0f} % of this attack, about {left / 60:.0f} min left"
 
 
 def _level(text: str) -> float:
@@ -117,16 +94,10 @@ def show_audit(console: Console, result: dict[str, Any]) -> None:
 
 def _one_run_table(rows: list[dict[str, Any]]) -> Table:
     first = rows[0]
-    table = Table(
-        title=f"One-run audit, {100 * first['confidence']:g} % confidence, δ = {first['delta']:g}",
-        title_justify="left",
-    )
-    for name in ("method", "canaries", "seen"):
-        table.add_column(name)
-    for name in ("ε claimed", "found", "expected", "at best", "accuracy", "p"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
+    title = f"One-run audit, {100 * first['confidence']:g} % confidence, δ = {first['delta']:g}"
+    heads = ("method", "canaries", "seen", ">ε claimed", ">found", ">expected", ">at best")
+    found = (
+        (
             row["method"],
             f"{row['canaries']} {row['canary']}",
             row["view"],
@@ -137,17 +108,16 @@ def _one_run_table(rows: list[dict[str, Any]]) -> Table:
             number(row["accuracy"], 3),
             number(row["p_charged"], 3),
         )
-    return table
+        for row in rows
+    )
+    return make_table(title, (*heads, ">accuracy", ">p"), found)
 
 
 def _membership_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Membership inference on the final model", title_justify="left")
-    for name in ("method", "attack"):
-        table.add_column(name)
-    for name in ("ε", "AUC (95 %)", "TPR at 1 % FPR (95 %)", "allowed by ε", "fit in/out"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
+    title = "Membership inference on the final model"
+    heads = ("method", "attack", ">ε", ">AUC (95 %)", ">TPR at 1 % FPR (95 %)")
+    found = (
+        (
             row["method"],
             row["attack"],
             epsilon_text(row["epsilon_claimed"]),
@@ -156,17 +126,16 @@ def _membership_table(rows: list[dict[str, Any]]) -> Table:
             number(row["tpr_limit"], 3),
             f"{row['train_accuracy']:.2f}/{row['outside_accuracy']:.2f}",
         )
-    return table
+        for row in rows
+    )
+    return make_table(title, (*heads, ">allowed by ε", ">fit in/out"), found)
 
 
 def _inversion_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Gradient inversion of one client's update", title_justify="left")
-    for name in ("update of", "network", "attack"):
-        table.add_column(name)
-    for name in ("ε", "median PSNR (dB)", "median SSIM", "at 20 dB or more"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
+    title = "Gradient inversion of one client's update"
+    heads = ("update of", "network", "attack", ">ε", ">median PSNR (dB)", ">median SSIM")
+    found = (
+        (
             row["setting"],
             row["network"].rpartition(":")[2],
             row["attack"],
@@ -175,4 +144,6 @@ def _inversion_table(rows: list[dict[str, Any]]) -> Table:
             number(row["median_ssim"], 2),
             f"{100 * row['recovered']:.0f} %",
         )
-    return table
+        for row in rows
+    )
+    return make_table(title, (*heads, ">at 20 dB or more"), found)

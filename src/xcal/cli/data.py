@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+
+from xcal.cli.show import LiveProgress, make_table, plain_console
 
 app = typer.Typer(
     help="Real image sets: import, list, show, partition, constants.", no_args_is_help=True
@@ -23,7 +22,9 @@ def import_command(
     ),
     name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
     kind: str = typer.Option(
-        "auto", help="auto, blood-cells, chest-xray14, isic, medmnist, csv, folders or dicom."
+        "auto",
+        help="auto, blood-cells, blood-cells-as-shipped, chest-xray14, isic, medmnist, csv,"
+        " folders or dicom.",
     ),
     pixels: int = typer.Option(128, help="Side of the square images that are kept."),
     task: str | None = typer.Option(
@@ -53,15 +54,7 @@ def import_command(
     from xcal.data.describe import show_dataset
     from xcal.data.importing import import_dataset
 
-    console = Console(markup=False, emoji=False)
-    with Progress(console=console, transient=True) as bar:
-        tasks: list[Any] = []
-
-        def progress(done: int, total: int) -> None:
-            if not tasks:
-                tasks.append(bar.add_task("decoding", total=total))
-            bar.update(tasks[0], completed=done, total=total)
-
+    with LiveProgress(plain_console()) as shown:
         summary = import_dataset(
             path,
             name=name,
@@ -70,7 +63,7 @@ def import_command(
             task=task,
             skip_bad=skip_bad,
             replace=replace,
-            progress=progress,
+            progress=partial(shown.count, "decoding", "images"),
             path_column=path_column,
             label_column=label_column,
             group_column=group_column,
@@ -91,20 +84,21 @@ def import_command(
 def list_command() -> None:
     """List the imported sets."""
     from xcal.data.image_store import list_datasets
+    from xcal.data.listing import SPLITS
     from xcal.data.synthetic import CLASSES, smear
 
-    table = Table()
-    for column in ("name", "pixels", "kind", "classes", "train", "validation", "test", "groups"):
-        table.add_column(column, justify="left" if column in ("name", "kind") else "right")
     sizes = inspect.signature(smear).parameters
-    counts = [f"{sizes[s].default:,}" for s in ("train", "validation", "test")]
-    table.add_row("smear", "any", "embedded", str(len(CLASSES)), *counts, "patient")
+    counts = [f"{sizes[split].default:,}" for split in SPLITS]
+    rows: list[tuple[object, ...]] = [
+        ("smear", "any", "embedded", len(CLASSES), *counts, "patient"),
+    ]
     for info in list_datasets():
-        counts = [f"{info.splits[s].images:,}" for s in ("train", "validation", "test")]
-        table.add_row(
-            info.name, str(info.pixels), info.kind, str(len(info.classes)), *counts, info.group_name
+        counts = [f"{info.splits[split].images:,}" for split in SPLITS]
+        rows.append(
+            (info.name, info.pixels, info.kind, len(info.classes), *counts, info.group_name)
         )
-    Console(markup=False, emoji=False).print(table)
+    heads = ("name", ">pixels", "kind", ">classes", *(f">{s}" for s in SPLITS), ">groups")
+    plain_console().print(make_table(None, heads, rows))
 
 
 @app.command("show")

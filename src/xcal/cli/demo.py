@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from xcal import plotting
 from xcal.cli import demo_budget, demo_speed
 from xcal.cli.interrupts import interruptible
+from xcal.cli.show import LiveProgress, epsilon_text, make_table, number
 from xcal.config import nearest
 from xcal.errors import UserError
 
@@ -64,21 +66,20 @@ def demo_command(
         shutil.rmtree(out)
     wanted = tuple(PARTS) if part is None else (part,)
     seen: list[str] = []
-    for number, name in enumerate(wanted, start=1):
+    for count, name in enumerate(wanted, start=1):
         title, show = PARTS[name]
-        place = f"{number} of {len(wanted)}: " if len(wanted) > 1 else ""
-        console.print(f"\n[bold]{place}{title}[/bold] (xcal demo {name})")
+        which = f"{count} of {len(wanted)}: " if len(wanted) > 1 else ""
+        console.print(f"\n[bold]{which}{title}[/bold] (xcal demo {name})")
         seen += show(console, out)
     if len(wanted) > 1:
         console.print("\n[bold]What was shown[/bold]")
         for line in seen:
             console.print(f"  • {line}", soft_wrap=True)
     if "methods" in wanted:
-        console.print(
-            f"The page with figures to touch: {out / REPORT}\nWhat the models look at:"
-            f" {out / PANEL}",
-            soft_wrap=True,  # a path stays one word
-        )
+        # A path stays one word.
+        console.print(f"The page with figures to touch: {out / REPORT}", soft_wrap=True)
+        if (out / PANEL).exists():
+            console.print(f"What the models look at: {out / PANEL}", soft_wrap=True)
 
 
 def methods_part(console: Console, out: Path) -> list[str]:
@@ -103,13 +104,15 @@ def methods_part(console: Console, out: Path) -> list[str]:
     )
     runs = [out / method for method in METHODS]
     console.print("Drawing what each model looks at, and the page …")
-    save_panel(out / PANEL, [run for run in runs if results[run.name]["road"] is not None], 3)
+    if plotting.available():
+        save_panel(out / PANEL, [run for run in runs if results[run.name]["road"] is not None], 3)
+    else:
+        console.print(plotting.NEEDED, soft_wrap=True, markup=False)
     save_report(out / REPORT, runs, panel_images=2)
     return _findings(results)
 
 
 def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
-    from xcal.cli.show import LiveProgress
     from xcal.data.watch import watched
     from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
@@ -133,25 +136,22 @@ def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
 
 def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row a method."""
-    from xcal.cli.show import epsilon_text, number
-
-    title = f"One federation, {len(results)} methods, one ε"
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for name in ("macro F1", "ROAD", "ε proved", "ε spent", "mean σ", "steps", "seconds"):
-        table.add_column(name, justify="right")
-    for method, result in results.items():
-        table.add_row(
+    names = ("macro F1", "ROAD", "ε proved", "ε spent", "mean σ", "steps", "seconds")
+    rows = (
+        (
             method,
             number(result["macro_f1"]),
             number(result["road"], 2),
             epsilon_text(result["epsilon_target"], result["epsilon_nominal"]),
             number(_spent(result), 2, "∞"),
             number(result["mean_sigma"], 2),
-            str(sum(c["steps"] for c in result["clients"])),
+            sum(c["steps"] for c in result["clients"]),
             number(result["seconds"], 0),
         )
-    return table
+        for method, result in results.items()
+    )
+    heads = ("method", *(f">{name}" for name in names))
+    return make_table(f"One federation, {len(results)} methods, one ε", heads, rows)
 
 
 def _spent(result: Mapping[str, Any]) -> float | None:

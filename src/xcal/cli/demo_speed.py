@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from xcal.cli.interrupts import stop_if_interrupted
+from xcal.cli.show import make_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,21 +51,15 @@ def speed_part(console: Console, _: Path) -> list[str]:
             console.print("Opacus is not installed (the extra `test` has it): it is left out.")
         times = _timed(console, steps)
     plain = times["plain SGD"]
-    table = Table(title="Step time over plain SGD", title_justify="left")
-    table.add_column("step")
-    for name in ("ratio, median", "lowest to highest", "ms"):
-        table.add_column(name, justify="right")
-    medians = {}
+    medians, rows = {}, []
     for name, taken in times.items():
         ratios = [one / plain[turn] for turn, one in enumerate(taken)]
         medians[name] = statistics.median(ratios)
-        table.add_row(
-            name,
-            f"{medians[name]:.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-            f"{1000 * statistics.median(taken):.0f}",
-        )
-    console.print(table)
+        between = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        milliseconds = f"{1000 * statistics.median(taken):.0f}"
+        rows.append((name, f"{medians[name]:.2f}", between, milliseconds))
+    heads = ("step", ">ratio, median", ">lowest to highest", ">ms")
+    console.print(make_table("Step time over plain SGD", heads, rows))
     console.print("On an idle machine, with more networks and sizes: `make bench`.")
     beside = f", Opacus {medians['Opacus']:.1f}" if "Opacus" in medians else ""
     return [f"a private step takes {medians['xcal']:.1f} times a plain one{beside}"]
@@ -98,11 +92,15 @@ def _plain(images: Any, labels: Any) -> Step:
     import torch
 
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return _taken(model, torch.optim.SGD(model.parameters(), lr=1e-3), images, labels)
+
+
+def _taken(model: nn.Module, optimizer: Any, images: Any, labels: Any) -> Step:
+    from torch.nn.functional import cross_entropy
 
     def step() -> None:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        cross_entropy(model(images), labels).backward()
         optimizer.step()
 
     return step
@@ -144,10 +142,4 @@ def _opacus(images: Any, labels: Any) -> Step:
         max_grad_norm=CLIP,
         expected_batch_size=BATCH,
     )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return step
+    return _taken(model, optimizer, images, labels)

@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+
+from xcal.cli.show import LiveProgress, make_table, number, plain_console
 
 
 def evaluate_command(
@@ -33,7 +34,6 @@ def evaluate_command(
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
-    from xcal.cli.show import LiveProgress
     from xcal.data.watch import watched
     from xcal.report.measured import evaluate_run
     from xcal.report.runs import load_data, load_run
@@ -52,52 +52,35 @@ def evaluate_command(
     if as_json:
         typer.echo(json.dumps({"run": run.name, **found}, indent=2))
         return
-    _show(Console(), found)
+    _show(plain_console(), found)
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:
-    from xcal.cli.show import number
-
     measured = found["classification"]
     console.print(_summary(found))
     confused = measured["confusion_matrix"]
     what = "class" if confused is not None else "finding"
-    per_class = Table(title=f"By {what}", title_justify="left")
-    per_class.add_column(what)
-    for name in ("images", "sensitivity", "specificity", "AUROC"):
-        per_class.add_column(name, justify="right")
-    for k, name in enumerate(found["classes"]):
-        per_class.add_row(
-            escape(name),
-            str(sum(confused[k]) if confused is not None else measured["images_per_class"][k]),
-            number(measured["sensitivity"][k]),
-            number(measured["specificity"][k]),
-            number(measured["auroc_per_class"][k]),
-        )
-    console.print(per_class)
+    images = measured["images_per_class"] if confused is None else [sum(row) for row in confused]
+    each = ("sensitivity", "specificity", "auroc_per_class")
+    rows = (
+        (name, images[k], *(number(measured[key][k]) for key in each))
+        for k, name in enumerate(found["classes"])
+    )
+    heads = (what, ">images", ">sensitivity", ">specificity", ">AUROC")
+    console.print(make_table(f"By {what}", heads, rows))
     if confused is None:  # of several findings at once none is taken for another
         return
-    confusion = Table(title="Truth in rows, answers in columns", title_justify="left")
-    confusion.add_column("")
-    for name in found["classes"]:
-        confusion.add_column(escape(name), justify="right")
-    for name, counts in zip(found["classes"], confused, strict=True):
-        confusion.add_row(escape(name), *map(str, counts))
-    console.print(confusion)
+    classes = found["classes"]
+    counts = ((name, *row) for name, row in zip(classes, confused, strict=True))
+    answers = ("", *(f">{name}" for name in classes))
+    console.print(make_table("Truth in rows, answers in columns", answers, counts))
 
 
 def _summary(found: dict[str, Any]) -> Table:
-    from xcal.cli.show import number
     from xcal.metrics.metric_registry import METRICS
 
     measured, explained = found["classification"], found["explanations"]
-    table = Table(
-        title=f"{found['method']} on {measured['images']} test images of {escape(found['data'])}",
-        title_justify="left",
-    )
-    table.add_column("metric")
-    table.add_column("value", justify="right")
-    table.add_column("what it is")
+    title = f"{found['method']} on {measured['images']} test images of {found['data']}"
     values = [(metric, metric.value(found)) for metric in METRICS]
     rows = [(m.title, v, m.meaning) for m, v in values if v is not None or not m.of_maps]
     if explained is not None:
@@ -117,6 +100,5 @@ def _summary(found: dict[str, Any]) -> Table:
             ("agreement, ranks", alike["rank_correlation"], "with the other run's maps, -1 to 1"),
             ("agreement, top 20 %", alike["overlap"], "intersection over union, 0 to 1"),
         ]
-    for name, value, meaning in rows:
-        table.add_row(name, number(value), meaning)
-    return table
+    shown = ((name, number(value), meaning) for name, value, meaning in rows)
+    return make_table(title, ("metric", ">value", "what it is"), shown)

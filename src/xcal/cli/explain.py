@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from xcal import plotting
+from xcal.cli.show import LiveProgress, make_table, plain_console
 from xcal.errors import UserError
 
 PAGE = "explanations.html"
@@ -36,7 +35,6 @@ def explain_command(
 
     Writes a PNG for each image and one HTML page with all of them that needs no other file.
     """
-    from xcal.cli.show import LiveProgress
     from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
     from xcal.report.chosen_images import file_names, find_pictures
@@ -52,7 +50,7 @@ def explain_command(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"The folder {out} cannot be made: {error.strerror}.") from None
-    console = Console()
+    console = plain_console()
     with LiveProgress(console) as shown:
         choice = map_of_run(loaded, maps, partial(shown.measure, "choosing a map"))
         found = explain_pictures(
@@ -62,7 +60,8 @@ def explain_command(
             finding=finding,
             on_images=partial(shown.measure, "images"),
         )
-        for done, (name, explanation) in enumerate(zip(file_names(pictures), found, strict=True)):
+        drawn = zip(file_names(pictures), found, strict=True) if plotting.available() else ()
+        for done, (name, explanation) in enumerate(drawn):
             save_explanation(out / name, explanation)
             shown.measure("pictures drawn", done + 1, len(found))
     result = RunFolder.find(run).result or {}
@@ -76,24 +75,24 @@ def explain_command(
     )
     write_bytes(out / PAGE, page.encode())
 
-    table = Table(title=f"{loaded.experiment.method} on {loaded.experiment.data}")
-    table.title_justify = "left"
-    for heading in ("image", "truth", "prediction", "with its top covered", "ROAD"):
-        table.add_column(heading, justify="right" if heading == "ROAD" else "left")
-    for item in found:
-        row = (
+    rows = (
+        (
             item.name,
             item.truth or "–",
             answer_text(item.answer),
             answer_text(item.covered_answer),
             f"{item.road:+.3f}",
         )
-        table.add_row(*map(escape, row))  # a name with brackets is a name, not a style
-    console.print(table)
+        for item in found
+    )
+    title = f"{loaded.experiment.method} on {loaded.experiment.data}"
+    heads = ("image", "truth", "prediction", "with its top covered", ">ROAD")
+    console.print(make_table(title, heads, rows))
     for item in found:
         for note in item.notes:
-            console.print(f"{item.name}: {note}", highlight=False, markup=False)
-    console.print(choice.sentence(), highlight=False, markup=False)
-    console.print(
-        f"One picture each and the page {PAGE} are in {out}.", highlight=False, markup=False
-    )
+            console.print(f"{item.name}: {note}")
+    console.print(choice.sentence())
+    where = f"One picture each and the page {PAGE} are in {out}."
+    if not plotting.available():
+        where = f"The page {PAGE} is in {out}. {plotting.NEEDED}"
+    console.print(where)

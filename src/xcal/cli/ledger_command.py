@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.table import Table
+
+from xcal.cli.show import make_table, plain_console
 
 if TYPE_CHECKING:
     from xcal.dp.ledger.analysis import Analysis
@@ -91,37 +91,39 @@ def show_command(
     from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, terms_of
     from xcal.federation.ledgers_of import find_ledgers
 
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     for found in find_ledgers(path):
         lines = read_rows(found)
         terms = terms_of(lines)
         console.print(
             f"{found}: population {terms.population!r}, per {terms.unit}, rule {terms.rule},"
             f" {len(lines)} rows; {lifetime_text(lines)}",
-            highlight=False,
         )
-        table = Table()
-        words = ("run", "method", "accountant")
-        for name in (*words, "ε", "δ", "ε spent", "order", "charges", "Σρ", "R", "Σρ/R"):
-            table.add_column(name, justify="left" if name in words else "right")
+        words: list[tuple[object, ...]] = []
         for run, paid in zip(runs_of(lines).values(), spending(lines), strict=True):
             charges = charges_of(lines, run.run)
-            spent = sum(c.cost for c in charges)
-            private = run.budget is not None
-            table.add_row(
-                run.run,
-                run.method,
-                run.accountant if private else "–",
-                f"{run.epsilon:g}" if private else "∞",
-                f"{run.delta:g}" if private else "–",
-                f"{paid['epsilon_spent']:.4g}" if private else "∞",
-                f"{run.order:g}" if private else "–",
-                str(len(charges)),
-                f"{spent:.6g}" if private else "∞",
-                f"{run.budget:.6g}" if run.budget is not None else "–",
-                f"{spent / run.budget:.4f}" if run.budget is not None else "–",
+            count, spent = len(charges), sum(c.cost for c in charges)
+            if run.budget is None:
+                words.append((run.run, run.method, *f"– ∞ – ∞ – {count} ∞ – –".split()))
+                continue
+            words.append(
+                (
+                    run.run,
+                    run.method,
+                    run.accountant,
+                    f"{run.epsilon:g}",
+                    f"{run.delta:g}",
+                    f"{paid['epsilon_spent']:.4g}",
+                    f"{run.order:g}",
+                    count,
+                    f"{spent:.6g}",
+                    f"{run.budget:.6g}",
+                    f"{spent / run.budget:.4f}",
+                )
             )
-        console.print(table)
+        numbers = ("ε", "δ", "ε spent", "order", "charges", "Σρ", "R", "Σρ/R")
+        heads = ("run", "method", "accountant", *(f">{name}" for name in numbers))
+        console.print(make_table(None, heads, words))
         for row in lines[-rows:] if rows > 0 else []:
             body = row.body
             if row.kind == "charge":
@@ -132,7 +134,7 @@ def show_command(
                 )
             else:
                 text = ", ".join(f"{k} {v}" for k, v in body.items() if k != "terms")
-            console.print(f"  {row.seq:>6} {row.kind:<9} {row.hash[:12]} {text}", highlight=False)
+            console.print(f"  {row.seq:>6} {row.kind:<9} {row.hash[:12]} {text}")
 
 
 @app.command("verify")
@@ -262,17 +264,15 @@ def analyse_command(
         ]
         typer.echo(json.dumps({"shares": HOW_SHARED, "ledgers": values}, indent=2))
         return
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     for ledger, rows, runs in found:
         told = f"{ledger}: per {lifetime(rows)['unit']}; {lifetime_text(rows)}"
-        console.print(told, style="bold", highlight=False)
+        console.print(told, style="bold")
         for one in runs:
             for line in _analysis_lines(one):
-                console.print(f"  {line}", highlight=False)
-    console.print(f"Shares: {HOW_SHARED}.", highlight=False)
-    console.print(
-        "What is left can be spent only through the same filter at the same order.", highlight=False
-    )
+                console.print(f"  {line}")
+    console.print(f"Shares: {HOW_SHARED}.")
+    console.print("What is left can be spent only through the same filter at the same order.")
 
 
 def _analysis_lines(one: Analysis) -> list[str]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import xcal
+from xcal.cli.show import make_table, plain_console
 
 if TYPE_CHECKING:
     from xcal.dp.calibration import Plan
@@ -66,55 +66,32 @@ def plan_command(
         32, "--expected-batch-size", "--batch", help="Expected batch size B."
     ),
     rounds: int = typer.Option(30, help="Rounds T."),
-    local_epochs: int = typer.Option(1, help="Local epochs E."),
-    kappa: float | None = typer.Option(None, help="xcal-steered: price of the signal."),
-    w: float | None = typer.Option(
-        None, help="xcal-steered: how far the signal moves a step's share."
+    sets: list[str] = typer.Option(
+        [], "--set", help="key=value, as kappa=1 or accountant=renyi; may be repeated."
     ),
-    clipping: str | None = typer.Option(None, help="xcal-steered: 'fixed', or 'quantile'."),
-    kappa_b: float | None = typer.Option(None, help="Quantile clipping: price of the count."),
-    count_noise: float | None = typer.Option(None, help="adaptive-clip: σ_b of the count."),
-    rho: float | None = typer.Option(None, help="xcal-paper: the signal's share of ε."),
-    band: float | None = typer.Option(None, help="xcal-paper: half-width b of the band."),
-    accountant: str | None = typer.Option(None, help="'auto', or 'renyi' for every method."),
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
-    optional = {
+    from xcal.config import parse_set
+
+    keys = {
+        "method": method,
+        "epsilon": epsilon,
+        "delta": delta,
         "unit": unit,
-        "kappa": kappa,
-        "w": w,
-        "clipping": clipping,
-        "kappa_b": kappa_b,
-        "count_noise": count_noise,
-        "rho": rho,
-        "band": band,
-        "accountant": accountant,
+        "expected_batch_size": batch,
+        "rounds": rounds,
+        **dict(map(parse_set, sets)),
     }
-    made = xcal.plan(
-        units=units,
-        method=method,
-        epsilon=epsilon,
-        delta=delta,
-        batch=batch,
-        rounds=rounds,
-        local_epochs=local_epochs,
-        **{k: v for k, v in optional.items() if v is not None},
-    )
+    made = xcal.plan(units=units, **keys)
     values = shown_values(made)
     if as_json:
         typer.echo(json.dumps(values, indent=2))
         return
-    table = Table(title=f"{method}: ε = {epsilon:g}, δ = {delta:g}", title_justify="left")
-    table.add_column("quantity")
-    table.add_column("value", justify="right")
-    table.add_column("what it is")
-    for key, text in EXPLAINED.items():
-        value = values[key]
-        shown = "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(key, shown, text)
-    console = Console(markup=False, emoji=False)
-    console.print(table)
+    rows = ((key, _shown(values[key]), text) for key, text in EXPLAINED.items())
+    title = f"{method}: ε = {epsilon:g}, δ = {delta:g}"
+    console = plain_console()
+    console.print(make_table(title, ("quantity", ">value", "what it is"), rows))
     if unit is None and made.unit == "record":
         console.print(
             f"Assumed, as a plan sees no data: a unit is one image (record). To protect patients,"
@@ -123,6 +100,10 @@ def plan_command(
     for warning in made.warnings:
         console.print(f"Beware: {warning}")
     show_reached(console, made.sigma_ref / batch)
+
+
+def _shown(value: object) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def reached() -> list[dict[str, str]]:
@@ -144,21 +125,16 @@ def show_reached(console: Console, noise: float) -> None:
     nearest = min(there, key=lambda one: abs(math.log(one / noise)))
     near = [row for row in rows if 0.5 <= float(row["noise"]) / nearest <= 2]
     sets = sorted({row["data"] for row in near})
-    table = Table(
-        title=f"Macro F1 (AUROC) that static noise like this, σ/B = {noise:.2g}, reached here",
-        title_justify="left",
-    )
-    for name in ("what trained", "ε, unit", "σ/B", "n", *sets):
-        table.add_column(name, justify="left" if name == "what trained" else "right")
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in near:
         noisy = f"{float(row['noise']):.2g}"
         key = (row["network"], f"{float(row['epsilon']):g}, {row['unit']}", noisy, row["units"])
         cell = f"{float(row['macro_f1']):.2f} ({float(row['auroc']):.2f})"
         lines.setdefault(key, {})[row["data"]] = cell
-    for setting, cells in lines.items():
-        table.add_row(*setting, *(cells.get(name, "–") for name in sets))
-    console.print(table)
+    title = f"Macro F1 (AUROC) that static noise like this, σ/B = {noise:.2g}, reached here"
+    heads = ("what trained", ">ε, unit", ">σ/B", ">n", *(f">{name}" for name in sets))
+    found = ((*at, *(cells.get(name, "–") for name in sets)) for at, cells in lines.items())
+    console.print(make_table(title, heads, found))
     console.print(
         "Three clients of about n units, 64 pixels, 10 rounds, 1 to 5 seeds: docs/results.md."
     )

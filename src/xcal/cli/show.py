@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -15,23 +16,50 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from xcal.cli.interrupts import stop_if_interrupted
-from xcal.federation.files import read_json
+from xcal.report.words import epsilon_text
+
+
+def plain_console(**options: Any) -> Console:
+    """What is printed is text as it stands: a name with brackets is a name, not a style."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def make_table(
+    title: str | None, heads: Sequence[str], rows: Iterable[Sequence[object]], **options: Any
+) -> Table:
+    """Rows of texts or numbers; a head after > stands at the right, with all below it."""
+    shown = None if title is None else Text(title, style="italic")
+    table = Table(title=shown, title_justify="left", **options)
+    for head in heads:
+        table.add_column(
+            Text(head.removeprefix(">")), justify="right" if head.startswith(">") else "left"
+        )
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
 
 
 def number(value: float | None, digits: int = 3, missing: str = "–") -> str:
     return missing if value is None else f"{value:.{digits}f}"
 
 
-def epsilon_text(value: float | None, nominal: float | None = None) -> str:
-    """ε proved; where there is none, ∞ with the nominal ε beside it, if there is one."""
-    if value is not None:
-        return f"{value:g}"
-    return "∞" if nominal is None else f"∞ (nominal {nominal:g})"
+class Bar:
+    """A bar of rich's that stands while something is done."""
+
+    _bar: Progress
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
 
 
-class LiveProgress:
+class LiveProgress(Bar):
     """A bar with an estimate, and one line a round."""
 
     def __init__(self, console: Console, title: str = "training") -> None:
@@ -49,15 +77,8 @@ class LiveProgress:
         )
         self._title = title
         self._task: Any = None
-        self._counted = ""  # what the bar counts, where it is not steps
+        self._counted = ("", "")  # what the bar counts, where it is not steps
         self._headed = False
-
-    def __enter__(self) -> LiveProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
 
     def start(self, total_steps: int, done_steps: int) -> None:
         self._task = self._bar.add_task(
@@ -65,18 +86,23 @@ class LiveProgress:
         )
 
     def measure(self, what: str, done: int, total: int) -> None:
-        self._count("measuring", what, done, total)
+        self.count("measuring", what, done, total)
 
     def draw(self, done: int, total: int) -> None:
         """Before a run: the images of a data set that is drawn."""
-        self._count("drawing", "images", done, total)
+        self.count("drawing", "images", done, total)
 
-    def _count(self, doing: str, what: str, done: int, total: int) -> None:
+    def attack(self, doing: str, what: str, done: int, total: int) -> None:
+        """Of an audit: which attack, on what, how many of its parts are done."""
+        self.count(doing, "parts", done, total)
+        self._bar.update(self._task, description=f"{doing}: {what}")
+
+    def count(self, doing: str, what: str, done: int, total: int) -> None:
         stop_if_interrupted()
-        if what != self._counted:
+        if (doing, what) != self._counted:
             if self._task is not None:
                 self._bar.remove_task(self._task)
-            self._counted = what
+            self._counted = (doing, what)
             self._task = self._bar.add_task(doing, total=total, unit=what)
         self._bar.update(self._task, completed=done)
 
@@ -124,23 +150,21 @@ def _mean(values: list[float]) -> float | None:
 
 def show_result(console: Console, result: dict[str, Any], folder: Path) -> None:
     """One run's result as a table, and where everything is."""
-    table = Table(title=f"{result['method']} on {result['data']}", title_justify="left")
-    table.add_column("client")
-    table.add_column("units", justify="right")
-    table.add_column("steps", justify="right")
-    table.add_column("ε spent (odometer)", justify="right")
-    table.add_column("Σρ/R", justify="right")
-    table.add_column("halted")
-    for client in result["clients"]:
-        table.add_row(
+    from xcal.federation.files import read_json
+
+    rows = (
+        (
             client["id"],
-            str(client["units"]),
-            str(client["steps"]),
+            client["units"],
+            client["steps"],
             number(client["epsilon_spent"], 4, "∞"),
             number(client["share_spent"], 4),
             "yes" if client["halted"] else "no",
         )
-    console.print(table)
+        for client in result["clients"]
+    )
+    heads = ("client", ">units", ">steps", ">ε spent (odometer)", ">Σρ/R", "halted")
+    console.print(make_table(f"{result['method']} on {result['data']}", heads, rows))
     promise = (
         f"({result['epsilon_target']:g}, {result['delta']:g})-DP per {result['unit']}"
         if result["epsilon_target"] is not None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
-from rich.table import Table
+from typer import Argument, Option
 
 from xcal.cli.ledger_command import room_text
+from xcal.cli.show import make_table, plain_console
 from xcal.errors import UserError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 LIMITS = ("epsilon", "delta")
-NUMBERS = {"macro_f1": "macro F1", "auroc": "AUROC", "calibration_error": "ECE"}
+NUMBERS = ("macro_f1", "auroc", "calibration_error")
 
 Made = TypeVar("Made", bound=BaseModel)
 
@@ -37,71 +37,47 @@ def checked(kind: type[Made], **values: Any) -> Made:
 
 
 @app.command("init")
-def init_command(
-    site_dir: Path = typer.Argument(..., help="The site directory to make."),
-    client: str = typer.Option(..., help="The name this client goes by in federations."),
-    population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
-    epsilon: float = typer.Option(..., help="Highest ε of all runs together, for life."),
-    delta: float = typer.Option(..., help="Highest δ of all runs together, for life."),
-    data: str | None = typer.Option(None, help="An imported data set: its training images."),
-    experiment: Path | None = typer.Option(
-        None, help="Instead of --data, for trials: an experiment file, of which it has a part."
-    ),
-    shard: int = typer.Option(0, help="With --experiment: which part, from 0."),
-    units: int | None = typer.Option(
-        None,
-        help="Declared number of units, at least as many as there are: then their real number"
-        " stays private. Not given: they are counted.",
-    ),
-    epsilon_run: float | None = typer.Option(None, help="Highest ε of one run; all if not given."),
-    delta_run: float | None = typer.Option(None, help="Highest δ of one run; all if not given."),
-    unit: str | None = typer.Option(
-        None,
-        help="What a run must protect: record (an image) or group (a person); group if not given"
-        " and the data say whose the images are.",
-    ),
-    weights: Path | None = typer.Option(None, help="Published weights the network starts from."),
-    seed: int | None = typer.Option(
-        None, help="Only for a simulation: noise and draws come from this seed."
-    ),
+def make_site(
+    site_dir: Annotated[Path, Argument(help="The site directory to make.")],
+    *,
+    client: Annotated[str, Option(help="The name this client goes by in federations.")],
+    population: Annotated[str, Option(help="Whose data these are: a name you choose, for good.")],
+    epsilon: Annotated[float, Option(help="Highest ε of all runs together, for life.")],
+    delta: Annotated[float, Option(help="Highest δ of all runs together, for life.")],
+    data: Annotated[str | None, Option(help="An imported data set: its training images.")] = None,
+    experiment: Annotated[
+        Path | None,
+        Option(help="Instead of --data, for trials: an experiment file, of which it has a part."),
+    ] = None,
+    shard: Annotated[int, Option(help="With --experiment: which part, from 0.")] = 0,
+    units: Annotated[
+        int | None,
+        Option(
+            help="Declared number of units, at least as many as there are: then their real number"
+            " stays private. Not given: they are counted."
+        ),
+    ] = None,
+    epsilon_run: Annotated[
+        float | None, Option(help="Highest ε of one run; all if not given.")
+    ] = None,
+    delta_run: Annotated[
+        float | None, Option(help="Highest δ of one run; all if not given.")
+    ] = None,
+    unit: Annotated[
+        str | None,
+        Option(
+            help="What a run must protect: record (an image) or group (a person); group if not"
+            " given and the data say whose the images are."
+        ),
+    ] = None,
+    weights: Annotated[
+        Path | None, Option(help="Published weights the network starts from.")
+    ] = None,
+    seed: Annotated[
+        int | None, Option(help="Only for a simulation: noise and draws come from this seed.")
+    ] = None,
 ) -> None:
     """Make a site: `site.toml`, `policy.toml` and a ledger with your limits."""
-    make_site(
-        site_dir,
-        client=client,
-        population=population,
-        epsilon=epsilon,
-        delta=delta,
-        data=data,
-        experiment=experiment,
-        shard=shard,
-        units=units,
-        epsilon_run=epsilon_run,
-        delta_run=delta_run,
-        unit=unit,
-        weights=weights,
-        seed=seed,
-    )
-
-
-def make_site(
-    site_dir: Path,
-    *,
-    client: str,
-    population: str,
-    epsilon: float,
-    delta: float,
-    data: str | None = None,
-    experiment: Path | None = None,
-    shard: int = 0,
-    units: int | None = None,
-    epsilon_run: float | None = None,
-    delta_run: float | None = None,
-    unit: str | None = None,
-    weights: Path | None = None,
-    seed: int | None = None,
-) -> None:
-    """Check the owner's terms, make the site and say so."""
     from xcal.dp.calibration import check_target
     from xcal.federation.policy import Policy
     from xcal.federation.site_check import check_data, data_at_hand
@@ -214,23 +190,23 @@ def show_command(
     from xcal.federation.site_directory import SiteDirectory
 
     opened = SiteDirectory.open(site_dir)
-    console = Console(markup=False, emoji=False)
+    console = plain_console()
     about, policy = opened.about, opened.policy
     console.print(
         f"Client {about.client!r}, population {about.population!r}, data"
         f" {about.data or about.experiment!r},"
         f" {'units counted' if about.units is None else f'{about.units} units declared'},"
         f" {'simulated: seeded noise' if about.simulated else 'secure noise'}.",
-        highlight=False,
     )
-    table = Table(title="Policy", title_justify="left")
-    table.add_column("key")
-    table.add_column("value")
-    table.add_column("what it is")
-    for key, value in policy.model_dump().items():
-        shown = ", ".join(value) if isinstance(value, tuple) else f"{value}"
-        table.add_row(key, shown, type(policy).model_fields[key].description)
-    console.print(table)
+    allowed = (
+        (
+            key,
+            ", ".join(value) if isinstance(value, tuple) else value,
+            type(policy).model_fields[key].description,
+        )
+        for key, value in policy.model_dump().items()
+    )
+    console.print(make_table("Policy", ("key", "value", "what it is"), allowed))
     rows = read_rows(opened.ledger_path)
     runs = runs_of(rows).values()
     reserved = {name: sum(getattr(run, name) or 0.0 for run in runs) for name in LIMITS}
@@ -238,15 +214,14 @@ def show_command(
         f"{len(runs)} runs reserved ε = {reserved['epsilon']:g} of {policy.epsilon_total:g} and δ ="
         f" {reserved['delta']:g} of {policy.delta_total:g} that the policy allows; the ledger:"
         f" {lifetime_text(rows)}. `xcal ledger show {site_dir}` has the rows.",
-        highlight=False,
     )
     if runs:
-        console.print(f"Spent by the odometer: {spending_text(rows)}.", highlight=False)
+        console.print(f"Spent by the odometer: {spending_text(rows)}.")
     logged = opened.refusals()
     console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")
     for entry in logged[-refusals:] if refusals > 0 else []:
         last = str(entry["detail"]).strip().splitlines()[-1:]
-        console.print(f"  {entry['time']} {entry['code']}: {''.join(last)}", highlight=False)
+        console.print(f"  {entry['time']} {entry['code']}: {''.join(last)}")
 
 
 @app.command("key")
@@ -284,6 +259,7 @@ def evaluate_command(
     from xcal.federation.folder import RunFolder
     from xcal.federation.local_evaluation import measure, record
     from xcal.federation.site_directory import SiteDirectory
+    from xcal.metrics.metric_registry import metric_title
     from xcal.report.runs import load_run
 
     opened, loaded = SiteDirectory.open(site_dir), load_run(run)
@@ -297,14 +273,9 @@ def evaluate_command(
     name = str(RunFolder.find(run).about["run"])  # as the site's ledger has it
     record(opened, name, "global", loaded.experiment.rounds, measured)
     numbers = measured.numbers
-    typer.echo(
-        f"{name} on {numbers['images']} held-out images of {numbers['units']} {numbers['unit']}s:"
-        + ",".join(
-            f" {title} {numbers[key]:.3f}"
-            for key, title in NUMBERS.items()
-            if numbers[key] is not None
-        )
-        + "."
-    )
+    known = [key for key in NUMBERS if numbers[key] is not None]
+    told = ", ".join(f"{metric_title(key)} {numbers[key]:.3f}" for key in known)
+    of = f"{numbers['images']} held-out images of {numbers['units']} {numbers['unit']}s"
+    typer.echo(f"{name} on {of}: {told}.")
     typer.echo(f"The page for your clinicians: {opened.path / 'evaluation' / f'{name}.html'}")
     typer.echo("It stays here: its numbers have no privacy guarantee.")

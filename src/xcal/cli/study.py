@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from xcal.cli.interrupts import interruptible
+from xcal.cli.show import Bar, number
 from xcal.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 AGAIN = "The same command goes on from here."
 
 
-class GridProgress:
+class GridProgress(Bar):
     """One bar over the whole grid with what is left of its time, and one line a finished cell."""
 
     def __init__(self, console: Console, title: str, announced: str) -> None:
@@ -46,13 +47,6 @@ class GridProgress:
         self._ended = 0
         self._total = 0
 
-    def __enter__(self) -> GridProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
-
     def begin(self, total: int, known: int) -> None:
         self._ended, self._total = known, total
         self._console.print(self._announced)
@@ -68,7 +62,6 @@ class GridProgress:
         self._bar.update(self._task, completed=done, left=self._left)
 
     def ended(self, cell: Cell, message: dict[str, Any]) -> None:
-        from xcal.cli.show import number
         from xcal.studies.grid import BUSY
 
         if message["code"] == BUSY:

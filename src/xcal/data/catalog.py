@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from xcal.config import nearest
 from xcal.data.image_store import open_dataset, read_info
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.data.synthetic import smear
 from xcal.errors import UserError
-from xcal.plugins import load_object
+from xcal.plugins import error_words, load_object
 
 __all__ = ["RECORD_GROUPS", "ImageData", "Images", "load"]
 
@@ -64,12 +64,6 @@ def _find(name: str) -> Callable[..., Any]:
     return function
 
 
-def _told(error: Exception) -> str:
-    """An error of somebody else's code in one line: its kind and what it says, paths and all."""
-    said = " ".join(str(error).split()).rstrip(".")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
 def _call(
     function: Callable[..., Any], name: str, pixels: int | None, options: dict[str, Any]
 ) -> ImageData:
@@ -85,9 +79,8 @@ def _call(
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     for option in options:
         if option not in known and not takes_any:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}."
-            raise UserError(f"The data set {name!r} has no option {option!r}{hint}")
+            hint = nearest(option, tuple(known)) or f" It knows {', '.join(known)}."
+            raise UserError(f"The data set {name!r} has no option {option!r}.{hint}")
     if function is _smear:
         return _smear(**options)
     try:
@@ -96,7 +89,7 @@ def _call(
         raise
     except Exception as error:  # code of the user's own
         raise UserError(
-            f"The function {name!r} made no data set ({_told(error)}): {WHAT_IT_MUST_GIVE}."
+            f"The function {name!r} made no data set ({error_words(error)}): {WHAT_IT_MUST_GIVE}."
         ) from error
     return _checked(data, name, pixels)
 

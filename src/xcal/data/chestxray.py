@@ -11,12 +11,11 @@ from xcal.data.listing import (
     Listing,
     Record,
     Split,
-    alone,
-    chosen_column,
     find_column,
-    find_group_column,
     find_table,
+    group_column,
     group_name_of,
+    group_of_one,
     read_table,
     somebody,
     unused_identifiers,
@@ -56,10 +55,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
         return found
 
     image, labels = column("Image Index"), column("Finding Labels")
-    if choice.group is None:
-        patient = find_group_column(table, rows[0], ("Patient ID",)) or column("Patient ID")
-    else:
-        patient = chosen_column(table, rows[0], choice.group, "--group-column")
+    patient = group_column(table, rows[0], choice, ("Patient ID",)) or column("Patient ID")
     findings = {row[image]: set(row[labels].split("|")) for row in rows}
     known = sorted(set().union(*findings.values()) - {_NONE})
     several = task == FINDINGS
@@ -85,7 +81,7 @@ def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
             Record(
                 id=images[name],
                 label=label,
-                group=somebody(row[patient]) or alone(images[name]),
+                group=somebody(row[patient]) or group_of_one(images[name]),
                 split=split_of.get(name),
             )
         )

@@ -10,26 +10,19 @@ from pathlib import PurePosixPath
 
 from xcal.data.dicom import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import ColumnChoice, Listing, Record, Split, alone
+from xcal.data.listing import SPLIT_NAMES, ColumnChoice, Listing, Record, Split, group_of_one
 from xcal.data.source_files import Files
 from xcal.data.table import passed_over, people_beside
 from xcal.errors import UserError
 
-_SPLIT_OF_FOLDER: dict[str, Split] = {
-    "train": "train",
-    "training": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "dev": "validation",
-    "test": "test",
-    "testing": "test",
-}
 # …/TRAIN/EOSINOPHIL/_12_3456.jpeg: neither number says which picture the file is a copy of.
 _BLOOD_CELL = re.compile(
     r"(?:.*/)?(?P<file>(?P<split>TRAIN|TEST|TEST_SIMPLE)/"
     r"(?P<cell>EOSINOPHIL|LYMPHOCYTE|MONOCYTE|NEUTROPHIL)/_\d+_\d+\.jpe?g)"
 )
+
+
+AS_SHIPPED = "blood-cells-as-shipped"
 
 
 def is_blood_cells(files: Files) -> bool:
@@ -121,6 +114,39 @@ def blood_cells(files: Files) -> Listing:
     )
 
 
+def blood_cells_as_shipped(files: Files) -> Listing:
+    """The same files as Kaggle splits them, every copy a record of its own: others' protocol.
+
+    Copies of one picture stand in training, validation and test, and at several clients. Results on
+    it are flattered by that, and a guarantee per file says next to nothing of a picture.
+    """
+    classes = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
+    found = [(name, m) for name in files.sizes if (m := _BLOOD_CELL.fullmatch(name))]
+    records = tuple(
+        Record(
+            id=name,
+            label=classes.index(match["cell"].lower()),
+            group=group_of_one(name),
+            split="train" if match["split"] == "TRAIN" else "test",
+        )
+        for name, match in found
+        if match["split"] != "TEST_SIMPLE"
+    )
+    if not records:
+        raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
+    return Listing(
+        kind=AS_SHIPPED,
+        default_name=AS_SHIPPED,
+        task="cell",
+        classes=classes,
+        group_name=RECORD_GROUPS,
+        license="MIT (Kaggle, Blood Cell Images)",
+        records=records,
+        decode=lambda record, pixels: decode_file(files, record.id, pixels),
+        notes=("Copies of one picture stand in training, validation and test: see docs/data.md.",),
+    )
+
+
 def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
     """Any set with one folder per class, with or without split folders above them.
 
@@ -140,8 +166,8 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
     for image, parts in zip(images, placed, strict=True):
         folders = list(parts[:-1])
         split: Split | None = None
-        if folders and folders[0].lower() in _SPLIT_OF_FOLDER:
-            split = _SPLIT_OF_FOLDER[folders.pop(0).lower()]
+        if folders and folders[0].lower() in SPLIT_NAMES:
+            split = SPLIT_NAMES[folders.pop(0).lower()]
         if not folders:
             stray.append(image)
         else:
@@ -181,7 +207,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         Record(
             image,
             numbers[cls],
-            alone(image) if group_of[image] is None else f"patient {group_of[image]}",
+            group_of_one(image) if group_of[image] is None else f"patient {group_of[image]}",
             split,
         )
         for image, cls, split in found

@@ -18,7 +18,12 @@ from xcal.data import image_store as store
 from xcal.data.chestxray import chest_xray, find_entries
 from xcal.data.decode import strict_decoding
 from xcal.data.dicom import OnlyDicom, is_dicom
-from xcal.data.folders import blood_cells, class_folders, is_blood_cells
+from xcal.data.folders import (
+    blood_cells,
+    blood_cells_as_shipped,
+    class_folders,
+    is_blood_cells,
+)
 from xcal.data.image_store import DatasetInfo, SplitCounts
 from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
@@ -27,7 +32,17 @@ from xcal.data.source_files import BadFile, Files, FolderFiles, open_files
 from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError
 
-Kind = Literal["auto", "blood-cells", "chest-xray14", "isic", "medmnist", "csv", "folders", "dicom"]
+Kind = Literal[
+    "auto",
+    "blood-cells",
+    "blood-cells-as-shipped",
+    "chest-xray14",
+    "isic",
+    "medmnist",
+    "csv",
+    "folders",
+    "dicom",
+]
 Progress = Callable[[int, int], None]
 """Called with the number of images done and the number of all images."""
 
@@ -158,7 +173,7 @@ def recognize(
     """Find out which layout it is (`auto`), and read all but the images."""
     plain_name = _plain(path.stem if path.is_file() else path.resolve().name)
     by_hand = columns != ColumnChoice()
-    if by_hand and (files is None or kind in ("medmnist", "blood-cells")):
+    if by_hand and (files is None or kind.startswith(("medmnist", "blood-cells"))):
         raise UserError("This layout has no table: leave out the options that name columns.")
     if kind == "folders" and columns.label:
         raise UserError("Folders name the classes, no table does: leave out --label-column.")
@@ -190,6 +205,8 @@ def recognize(
         return isic(files, task, columns)
     if task is not None:
         raise UserError(f"This data set has no task {task!r}; leave --task out.")
+    if kind == "blood-cells-as-shipped":
+        return blood_cells_as_shipped(files)
     looks_like_cells = kind == "auto" and given is None and not by_hand and is_blood_cells(files)
     if kind == "blood-cells" or looks_like_cells:
         return blood_cells(files)

@@ -11,11 +11,10 @@ from xcal.data.listing import (
     ColumnChoice,
     Listing,
     Record,
-    alone,
-    chosen_column,
     find_column,
-    find_group_column,
+    group_column,
     group_name_of,
+    group_of_one,
     read_table,
     rows_or_none,
     somebody,
@@ -89,13 +88,8 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     image_column, diagnosis_column = _columns(rows)
     assert image_column is not None  # or the table would not have been found
     assert diagnosis_column is not None
-    if choice.group is not None:
-        group_column: str | None = chosen_column(table, rows[0], choice.group, "--group-column")
-    else:
-        group_column = next(
-            (c for name in _GROUP if (c := find_group_column(table, rows[0], (name,)))), None
-        )
-    group_name = RECORD_GROUPS if group_column is None else group_name_of(group_column)
+    whose = next(filter(None, (group_column(table, rows[0], choice, (n,)) for n in _GROUP)), None)
+    group_name = RECORD_GROUPS if whose is None else group_name_of(whose)
     by_diagnosis = task == "diagnosis"
     rows_with = [row for row in rows if row.get(diagnosis_column, "").lower() not in _UNKNOWN]
     diagnoses = sorted({row[diagnosis_column].lower() for row in rows_with})
@@ -109,18 +103,18 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
             absent += 1
             continue
         diagnosis = row[diagnosis_column].lower()
-        own = somebody(row.get(group_column, "")) if group_column else ""
+        own = somebody(row.get(whose, "")) if whose else ""
         records.append(
             Record(
                 id=image,
                 label=diagnoses.index(diagnosis) if by_diagnosis else int(diagnosis in _MALIGNANT),
-                group=f"{group_name} {own}" if own else alone(image),
+                group=f"{group_name} {own}" if own else group_of_one(image),
                 split=None,
             )
         )
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    unused = unused_identifiers(table, rows, (image_column, diagnosis_column, group_column))
+    unused = unused_identifiers(table, rows, (image_column, diagnosis_column, whose))
     notes = list(unused.notes)
     if absent:
         notes.append(f"{absent:,} images that {table} names are not there and were left out.")

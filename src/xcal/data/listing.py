@@ -21,6 +21,17 @@ from xcal.errors import UserError
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
+SPLIT_NAMES: dict[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+"""What folders and columns call them."""
 
 # Held back where a set brings no validation or test split of its own.
 VALIDATION_SHARE = 0.1
@@ -73,10 +84,10 @@ class Listing:
         """Images of which the source names no group, in a set that has groups."""
         if self.group_name == RECORD_GROUPS:
             return 0
-        return sum(record.group == alone(record.id) for record in self.records)
+        return sum(record.group == group_of_one(record.id) for record in self.records)
 
 
-def alone(image: str) -> str:
+def group_of_one(image: str) -> str:
     """The group of an image of which the source names none."""
     return f"file {image}"
 
@@ -143,6 +154,15 @@ def find_group_column(table: str, columns: Iterable[str], names: Sequence[str]) 
             f" {found[0]!r}."
         )
     return found[0] if found else None
+
+
+def group_column(
+    table: str, columns: Iterable[str], choice: ColumnChoice, names: Sequence[str]
+) -> str | None:
+    """The column that says whose an image is: the user's choice, or the one that is named so."""
+    if choice.group is not None:
+        return chosen_column(table, columns, choice.group, "--group-column")
+    return find_group_column(table, columns, names)
 
 
 def chosen_column(table: str, columns: Iterable[str], wanted: str, option: str) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from xcal.data.decode import squared
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.listing import Listing, Record, Split, alone
+from xcal.data.listing import Listing, Record, Split, group_of_one
 from xcal.errors import UserError
 
 _PARTS: tuple[tuple[str, Split], ...] = (
@@ -73,7 +73,7 @@ def medmnist(path: Path, task: str | None = None) -> Listing:
             name = f"{split}/{i:06d}"
             place[name] = (images, i)
             shown = tuple(map(int, label)) if label.ndim else int(label)
-            records.append(Record(name, shown, alone(name), split))
+            records.append(Record(name, shown, group_of_one(name), split))
 
     def decode(record: Record, pixels: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
         images, i = place[record.id]

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from xcal.data.dicom import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
+    SPLIT_NAMES,
     ColumnChoice,
     Listing,
     Record,
     Split,
-    alone,
     chosen_column,
     find_column,
     find_group_column,
+    group_column,
     group_name_of,
+    group_of_one,
     plain_column,
     read_table,
     rows_or_none,
@@ -36,14 +38,6 @@ GROUP_COLUMNS = (
     " person_id participant participant_id mrn lesion lesion_id"
 ).split()
 _SPLIT = ("split", "set", "fold")
-_SPLIT_OF: dict[str, Split] = {
-    "train": "train",
-    "training": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "test": "test",
-}
 
 
 def find_labeled_table(files: Files, choice: ColumnChoice) -> str | None:
@@ -76,10 +70,7 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
     label_column: str | None = "|".join(finding_columns)
     if not finding_columns:
         label_column = column(choice.label, "--label-column", _LABEL)
-    if choice.group is not None:
-        group_column: str | None = chosen_column(table, rows[0], choice.group, "--group-column")
-    else:
-        group_column = find_group_column(table, rows[0], GROUP_COLUMNS)
+    whose = group_column(table, rows[0], choice, GROUP_COLUMNS)
     split_column = find_column(rows[0], _SPLIT)
     if path_column is None or label_column is None:
         raise UserError(
@@ -93,7 +84,7 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
     records: list[Record] = []
     missing: list[tuple[str, str]] = []
     seen: set[str] = set()
-    group_name = RECORD_GROUPS if group_column is None else group_name_of(group_column)
+    group_name = RECORD_GROUPS if whose is None else group_name_of(whose)
     # Who is meant by a column of lesions, or by one that the user chose, no header can say.
     ask_files = choice.group is None and group_name != "lesion"
     for number, row in enumerate(rows, start=2):
@@ -102,7 +93,7 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
         label = label_of(row)
         split: Split | None = None
         if split_column is not None:
-            split = _SPLIT_OF.get(row.get(split_column, "").lower())
+            split = SPLIT_NAMES.get(row.get(split_column, "").lower())
             if split is None:
                 raise UserError(
                     f"{table}, line {number}: column {split_column!r} must be train, validation "
@@ -119,22 +110,22 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
             missing.append((given, label))
         else:
             seen.add(path)
-            group = somebody(row.get(group_column, "")) if group_column else ""
+            group = somebody(row.get(whose, "")) if whose else ""
             own = patient_of_file(files, path) if ask_files else None
             if group and own is not None and own != group:
                 raise UserError(
                     f"{table} and the header of {path} (PatientID) name different people: mend"
                     " one of them, or say that the table is right with --group-column"
-                    f" {group_column!r}."
+                    f" {whose!r}."
                 )
-            if own is not None and group_column is None:
+            if own is not None and whose is None:
                 group_name = "patient"
             group = group or own or ""
-            group = f"group {group}" if group else alone(path)
+            group = f"group {group}" if group else group_of_one(path)
             records.append(Record(path, label, group, split))
     if not records:
         raise UserError(f"None of the images that {table} names is there.")
-    used = (path_column, label_column, group_column, split_column, *finding_columns)
+    used = (path_column, label_column, whose, split_column, *finding_columns)
     unused = unused_identifiers(table, rows, used)
     notes = unused.notes
     if isinstance(records[0].label, tuple):
@@ -249,25 +240,25 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
             continue
         path_column = find_column(rows[0], [choice.path] if choice.path else PATH_COLUMNS)
         if choice.group is not None:
-            group_column = find_column(rows[0], [choice.group])
+            whose = find_column(rows[0], [choice.group])
         else:
-            group_column = find_group_column(table, rows[0], GROUP_COLUMNS)
-        if path_column is not None and group_column is not None:
-            names.append(group_name_of(group_column))
+            whose = find_group_column(table, rows[0], GROUP_COLUMNS)
+        if path_column is not None and whose is not None:
+            names.append(group_name_of(whose))
             used.append(table)
             for row in rows:
                 given = posixpath.normpath(row[path_column].replace("\\", "/"))
                 beside = posixpath.normpath(posixpath.join(posixpath.dirname(table), given))
                 full = next((p for p in (beside, given) if p in there), None)
                 named = full or by_name.get(posixpath.basename(given))
-                person = somebody(row[group_column])
+                person = somebody(row[whose])
                 if named is None or not person:
                     continue
                 if of.setdefault(named, person) != person:
                     raise UserError(
                         f"{table} names another {names[-1]} of {named} than a line before: mend it."
                     )
-        unused = unused_identifiers(table, rows, (path_column, path_column and group_column))
+        unused = unused_identifiers(table, rows, (path_column, path_column and whose))
         notes += unused.notes
         repeating += unused.repeating
     if choice.group is not None and not names:

@@ -6,15 +6,27 @@ images and maps are tensors or arrays, and results come back as what the images 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xcal.errors import UserError
+from xcal.explain.any_network import (
+    AnyNetwork,
+    Array,
+    Layer,
+    Reshape,
+    as_classes,
+    as_inputs,
+    as_maps,
+    at_layer,
+    check_compares,
+    like,
+    prepared,
+)
 from xcal.explain.choosing import CANDIDATES, DEFAULT, MapChoice, make_maps
 from xcal.explain.choosing import choose_map as _choose_map
 from xcal.explain.gradcam import MapMethod, gradcam_maps
@@ -23,10 +35,6 @@ from xcal.explain.occlusion import MASKS, WINDOW, occlusion_maps, rise_maps
 from xcal.explain.road import RoadResult, RoadSettings
 from xcal.explain.road import road as _road
 from xcal.explain.signal import Fill, SignalSettings, judged, scores
-
-Array = Any  # a torch tensor or a numpy array
-Layer = nn.Module | str
-Reshape = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,11 +86,9 @@ def gradcam(
 
     Guarantee: none, ε = ∞. A map of a private image is as private as the image.
     """
-    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
-    chosen = _classes(network, inputs, classes)
-    return _like(
-        images, gradcam_maps(network, inputs, chosen, method=method, batch_size=batch_size)
-    )
+    network, inputs = at_layer(model, layer, reshape), as_inputs(model, images)
+    chosen = as_classes(network, inputs, classes)
+    return like(images, gradcam_maps(network, inputs, chosen, method=method, batch_size=batch_size))
 
 
 def occlusion(
@@ -122,9 +128,9 @@ def occlusion(
 
     Guarantee: none, ε = ∞. A map of a private image is as private as the image.
     """
-    network, inputs, chosen = _covered(model, images, layer, classes, grid, reshape)
+    network, inputs, chosen = prepared(model, images, layer, classes, grid, reshape)
     found = occlusion_maps(network, inputs, chosen, grid=grid, window=window, batch_size=batch_size)
-    return _like(images, found)
+    return like(images, found)
 
 
 def rise(
@@ -166,11 +172,11 @@ def rise(
 
     Guarantee: none, ε = ∞. A map of a private image is as private as the image.
     """
-    network, inputs, chosen = _covered(model, images, layer, classes, grid, reshape)
+    network, inputs, chosen = prepared(model, images, layer, classes, grid, reshape)
     found = rise_maps(
         network, inputs, chosen, grid=grid, masks=masks, seed=seed, batch_size=batch_size
     )
-    return _like(images, found)
+    return like(images, found)
 
 
 def maps(
@@ -207,9 +213,9 @@ def maps(
 
     Guarantee: none, ε = ∞. A map of a private image is as private as the image.
     """
-    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
-    chosen = _classes(network, inputs, classes)
-    return _like(images, make_maps(network, inputs, chosen, method=method, batch_size=batch_size))
+    network, inputs = at_layer(model, layer, reshape), as_inputs(model, images)
+    chosen = as_classes(network, inputs, classes)
+    return like(images, make_maps(network, inputs, chosen, method=method, batch_size=batch_size))
 
 
 def choose_map(
@@ -245,9 +251,9 @@ def choose_map(
     Guarantee: none for these images, ε = ∞: give public ones. For the images that the model was
     trained on nothing is spent: the choice is post-processing of a released model.
     """
-    network, inputs = _at_layer(model, layer, reshape), _inputs(model, images)
+    network, inputs = at_layer(model, layer, reshape), as_inputs(model, images)
     if len(inputs):
-        _check_compares(predict_logits(network, inputs[:1]))
+        check_compares(predict_logits(network, inputs[:1]))
     return _choose_map(network, inputs, groups, candidates=candidates)
 
 
@@ -287,12 +293,16 @@ def road(
 
     Guarantee: none, ε = ∞. Numbers of private images are not for release.
     """
-    network, inputs = _Network(model), _inputs(model, images)
+    network, inputs = AnyNetwork(model), as_inputs(model, images)
     settings = RoadSettings(tuple(levels), noise, seed, batch_size)
     if len(inputs):
-        _check_compares(predict_logits(network, inputs[:1]))
+        check_compares(predict_logits(network, inputs[:1]))
     return _road(
-        network, inputs, _maps(maps, inputs), settings, classes=_classes(network, inputs, classes)
+        network,
+        inputs,
+        as_maps(maps, inputs),
+        settings,
+        classes=as_classes(network, inputs, classes),
     )
 
 
@@ -342,166 +352,21 @@ def signal(
     score is in [0, 1], which is what a private sum of scores is built on.
     """
     settings = SignalSettings(q, alpha, beta, gamma, fill)
-    inputs = _inputs(model, images)
-    network = _Network(model) if maps is not None else _at_layer(model, layer, reshape)
+    inputs = as_inputs(model, images)
+    network = AnyNetwork(model) if maps is not None else at_layer(model, layer, reshape)
     if not len(inputs):
         nothing = torch.zeros(0, dtype=torch.float64)
-        return Signal(*(_like(images, nothing) for _ in range(4)))
+        return Signal(*(like(images, nothing) for _ in range(4)))
     logits = predict_logits(network, inputs, batch_size=batch_size)
-    _check_compares(logits)
+    check_compares(logits)
     if maps is None:
         found = gradcam_maps(network, inputs, logits.argmax(dim=1), batch_size=batch_size)
     else:
-        found = _maps(maps, inputs)
+        found = as_maps(maps, inputs)
         if bool((found < 0).any()):
             raise UserError("The maps hold negative numbers: give the part above 0, or magnitudes.")
     parts = judged(network, inputs, logits, found, settings)
-    whole = scores(parts, alpha, beta, gamma)
+    score = scores(parts, alpha, beta, gamma)
     return Signal(
-        *(_like(images, v) for v in (whole, parts.logit_drop, parts.margin, parts.concentration))
+        *(like(images, v) for v in (score, parts.logit_drop, parts.margin, parts.concentration))
     )
-
-
-class _Network(nn.Module):
-    """A network held by another that only adds where its maps are taken; nothing in it changes."""
-
-    head_layer: str | None = None
-
-    def __init__(
-        self, model: nn.Module, layer: str | None = None, reshape: Reshape | None = None
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise UserError(f"The model is a {type(model).__name__}: give a torch.nn.Module.")
-        super().__init__()
-        self.training = model.training
-        self.whole = model
-        self.cam_layer = None if layer is None else f"whole.{layer}".removesuffix(".")
-        self.cam_reshape = reshape
-
-    def forward(self, images: Tensor) -> Tensor:
-        answer = self.whole(images)
-        logits = getattr(answer, "logits", answer)  # as Hugging Face's networks give them
-        if not isinstance(logits, Tensor) or logits.dim() != 2 or len(logits) != len(images):
-            what = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise UserError(
-                f"The network answers {len(images)} images with {what}: it must give logits of"
-                " shape (images, classes)."
-            )
-        return logits
-
-
-def _at_layer(model: nn.Module, layer: Layer | None, reshape: Reshape | None) -> _Network:
-    network = _Network(model)
-    names = {module: name for name, module in reversed(list(model.named_modules()))}
-    if layer is None:
-        layer = getattr(model, "cam_layer", None)
-        reshape = reshape or getattr(model, "cam_reshape", None)
-        if layer is None:
-            raise UserError(
-                f"The network {type(model).__name__} does not name its cam_layer: give layer, a"
-                " module of the network or its dotted name."
-            )
-    if isinstance(layer, str):
-        if layer not in dict(model.named_modules(remove_duplicate=False)):
-            raise UserError(f"The network {type(model).__name__} has no layer {layer!r}.")
-        name = layer
-    elif isinstance(layer, nn.Module) and layer in names:
-        name = names[layer]
-    else:
-        raise UserError(
-            f"The layer given is no module of the network {type(model).__name__}: give one of its"
-            " modules, or a dotted name."
-        )
-    network = _Network(model, name, reshape)
-    if name and name == getattr(model, "cam_layer", None):
-        head = getattr(model, "head_layer", None)
-        network.head_layer = None if head is None else f"whole.{head}"
-    return network
-
-
-def _covered(
-    model: nn.Module,
-    images: Array,
-    layer: Layer | None,
-    classes: Any,
-    grid: tuple[int, int] | None,
-    reshape: Reshape | None,
-) -> tuple[_Network, Tensor, Tensor | None]:
-    """Network, images and classes for maps that need a grid and no features."""
-    network = _at_layer(model, layer, reshape) if grid is None else _Network(model)
-    inputs = _inputs(model, images)
-    if grid is not None and not all(
-        1 <= cells <= side for cells, side in zip(grid, inputs.shape[2:], strict=True)
-    ):
-        raise UserError(
-            f"A grid of {grid} does not fit images of {tuple(inputs.shape[2:])} pixels: give height"
-            " and width in cells, each 1 or more and no more than the pixels."
-        )
-    if len(inputs):
-        _check_compares(predict_logits(network, inputs[:1]))
-    return network, inputs, _classes(network, inputs, classes)
-
-
-def _inputs(model: nn.Module, images: Array) -> Tensor:
-    """The images as a tensor of the network's device and precision."""
-    tensor = _tensor(images, "images")
-    if tensor.dim() != 4 or not tensor.is_floating_point():
-        raise UserError(
-            f"The images are {tensor.dtype} of shape {tuple(tensor.shape)}: give floating point of"
-            " shape (images, channels, height, width), as the network takes them."
-        )
-    own = next((p for p in model.parameters() if p.is_floating_point()), None)
-    return tensor.detach() if own is None else tensor.detach().to(own.device, own.dtype)
-
-
-def _maps(maps: Array, inputs: Tensor) -> Tensor:
-    tensor = _tensor(maps, "maps").detach().to(inputs.device)
-    if tensor.dim() == 4 and tensor.shape[1] == 1:
-        tensor = tensor.squeeze(1)
-    if tensor.dim() != 3 or len(tensor) != len(inputs):
-        raise UserError(
-            f"The maps have shape {tuple(tensor.shape)} for {len(inputs)} images: give one for"
-            " each, (images, height, width) or (images, 1, height, width)."
-        )
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _classes(network: nn.Module, inputs: Tensor, classes: Any) -> Tensor | None:
-    if classes is None or not len(inputs):
-        return None
-    chosen = _tensor([classes] if isinstance(classes, int) else classes, "classes")
-    chosen = chosen.detach().to(inputs.device).reshape(-1)
-    if len(chosen) == 1:
-        chosen = chosen.expand(len(inputs))
-    count = predict_logits(network, inputs[:1]).shape[1]
-    if chosen.is_floating_point() or len(chosen) != len(inputs):
-        raise UserError(
-            f"There are {len(chosen)} classes for {len(inputs)} images: give one whole number for"
-            " each, or one for all."
-        )
-    if not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
-        raise UserError(f"A class is not among the network's {count}: they count from 0.")
-    return chosen.long()
-
-
-def _tensor(values: Any, what: str) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    try:
-        return torch.from_numpy(np.array(values))  # a copy: torch takes no read-only memory
-    except (TypeError, ValueError):
-        raise UserError(f"The {what} are neither a tensor nor an array of numbers.") from None
-
-
-def _like(images: Array, found: Tensor) -> Array:
-    """A result as what the images were."""
-    found = found.detach()
-    return found.to(images.device) if isinstance(images, Tensor) else found.cpu().numpy()
-
-
-def _check_compares(logits: Tensor) -> None:
-    if logits.shape[1] < 2:
-        raise UserError(
-            "The network gives one logit, and confidences are compared between classes: give it"
-            " two, as torch.cat([-z, z], 1) makes of one."
-        )

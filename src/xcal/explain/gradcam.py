@@ -10,7 +10,7 @@ function that lays them out as (images, channels, height, width).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
 import torch
@@ -44,6 +44,18 @@ def closed_form_maps(features: Tensor, head_weight: Tensor, classes: Tensor) -> 
     return _weighed(features, head_weight[classes] / (height * width))
 
 
+def batches(
+    images: Tensor, classes: Tensor | None, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Images, and their classes, so many at a time; one batch at least, which may be empty."""
+    for start in range(0, max(len(images), 1), batch_size):
+        here = slice(start, start + batch_size)
+        part = images[here]
+        # A tensor born in inference mode cannot take part in autograd; a copy can.
+        part = part.clone() if part.is_inference() else part.detach()
+        yield part, None if classes is None else classes[here]
+
+
 def gradcam_maps(
     model: nn.Module,
     images: Tensor,
@@ -64,11 +76,7 @@ def gradcam_maps(
     head_weight = head_weight_of(model)
     maps = []
     with undisturbed(model), torch.inference_mode(False):
-        for start in range(0, max(len(images), 1), batch_size):
-            part = images[start : start + batch_size]
-            chosen = None if classes is None else classes[start : start + batch_size]
-            # A tensor born in inference mode cannot take part in autograd; a copy can.
-            part = part.clone() if part.is_inference() else part.detach()
+        for part, chosen in batches(images, classes, batch_size):
             if head_weight is None:
                 maps.append(_maps_by_autograd(model, part, chosen, method))
             else:
@@ -84,9 +92,7 @@ def channel_weights(model: nn.Module, images: Tensor, *, batch_size: int = 64) -
     head_weight = head_weight_of(model)
     found = []
     with undisturbed(model), torch.inference_mode(False):
-        for start in range(0, max(len(images), 1), batch_size):
-            part = images[start : start + batch_size]
-            part = part.clone() if part.is_inference() else part.detach()
+        for part, _ in batches(images, None, batch_size):
             if head_weight is None:
                 _, gradients = _features_and_gradients(model, part, None)
                 found.append(gradients.mean(dim=(2, 3)))

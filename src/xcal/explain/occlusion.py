@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.explain.gradcam import forward_with_features, head_weight_of
+from xcal.explain.gradcam import batches, forward_with_features, head_weight_of
 from xcal.explain.inference import predict_logits, undisturbed
 
 Grid = tuple[int, int]
@@ -55,13 +57,17 @@ def occlusion_maps(
     """Maps (N, h, w): the mean fall of the class's confidence over the windows that cover a cell.
 
     Windows of `window` cells a side move by one cell and are covered by the blurred image; all lie
-    inside it (Zeiler and Fergus 2014). The model is left untouched.
+    inside it (Zeiler and Fergus 2014). A network that pools views of an image (`models/views.py`)
+    sees each window in one of them, and neighboring windows in different ones: a cell's mean is
+    over views as well, at no more passes than of one view. The model is left untouched.
     """
     h, w = grid or map_grid(model, images)
     windows = _windows(h, w, window).to(images.device)
     keep = 1 - _enlarged(windows, images)
-    before, after = _confidences(model, images, keep, classes, batch_size)
-    return _per_cell(before - after, windows).to(images.dtype)
+    across = w - min(window, w) + 1
+    numbers = torch.arange(len(windows))
+    turns = numbers // across % 2 * 2 + numbers % across % 2
+    return _per_cell(_drops(model, images, keep, classes, batch_size, turns), windows).to(images)
 
 
 def rise_maps(
@@ -86,7 +92,9 @@ def rise_maps(
     h, w = grid or map_grid(model, images)
     drawn = _random_halves(h, w, masks, seed)
     keep = _enlarged(drawn.to(images.device), images)
-    _, after = _confidences(model, images, keep, classes, batch_size)
+    # Complements in one view: what a cell is worth is told within it.
+    turns = torch.arange(len(drawn)) // 2
+    after = -_drops(model, images, keep, classes, batch_size, turns)
     centered = (drawn - drawn.mean(dim=0)).to(after)
     scale = centered.square().sum(dim=0).clamp(min=1e-12)
     moved = after - after.mean(dim=1, keepdim=True)
@@ -111,11 +119,10 @@ def cell_maps(
     if head_weight is None:
         raise UserError(NO_CELLS)
     found = []
-    for start in range(0, max(len(images), 1), batch_size):
-        here = slice(start, start + batch_size)
+    for part, named in batches(images, classes, batch_size):
         with undisturbed(model), torch.no_grad():
-            logits, features = forward_with_features(model, images[here])
-        chosen = logits.argmax(dim=1) if classes is None else classes[here]
+            logits, features = forward_with_features(model, part)
+        chosen = logits.argmax(dim=1) if named is None else named
         h, w = features.shape[2:]
         parts = torch.einsum("kc,nchw->nkhw", head_weight.double(), features.double()) / (h * w)
         parts = parts - parts.mean(dim=(2, 3), keepdim=True)
@@ -139,11 +146,10 @@ def gradient_input_maps(
     size = grid or map_grid(model, images)
     found = []
     with undisturbed(model), torch.inference_mode(False), torch.enable_grad():
-        for start in range(0, max(len(images), 1), batch_size):
-            here = slice(start, start + batch_size)
-            part = images[here].detach().clone().requires_grad_(True)
+        for given, named in batches(images, classes, batch_size):
+            part = given.clone().requires_grad_(True)
             logits = model(part)
-            chosen = logits.argmax(dim=1) if classes is None else classes[here]
+            chosen = logits.argmax(dim=1) if named is None else named
             (gradient,) = torch.autograd.grad(logits.gather(1, chosen[:, None]).sum(), part)
             product = (gradient * part.detach()).sum(dim=1, keepdim=True)
             found.append(F.adaptive_avg_pool2d(product, size).squeeze(1))
@@ -208,25 +214,45 @@ def _enlarged(masks: Tensor, images: Tensor) -> Tensor:
     return masks[:, rows[:, None], columns].unsqueeze(1).to(images)
 
 
-def _confidences(
-    model: nn.Module, images: Tensor, keep: Tensor, classes: Tensor | None, batch_size: int
-) -> tuple[Tensor, Tensor]:
-    """The class's confidence before, (N, 1), and where only `keep` (M, 1, H, W) is seen, (N, M)."""
+def _drops(
+    model: nn.Module,
+    images: Tensor,
+    keep: Tensor,
+    classes: Tensor | None,
+    batch_size: int,
+    turns: Tensor,
+) -> Tensor:
+    """How far the class's confidence falls where only `keep` (M, 1, H, W) is seen, (N, M).
+
+    Where the network pools views, mask m is looked at in view number `turns[m]`.
+    """
     if not len(images):
-        nothing = torch.zeros(0, len(keep), dtype=torch.float64, device=images.device)
-        return nothing[:, :1], nothing
-    intact = predict_logits(model, images, batch_size=batch_size)
-    chosen = intact.argmax(dim=1) if classes is None else classes
+        return torch.zeros(0, len(keep), dtype=torch.float64, device=images.device)
+    if classes is None:
+        classes = predict_logits(model, images, batch_size=batch_size).argmax(dim=1)
     backdrop = blurred(images)
-    found = []
+    found = torch.zeros(len(images), len(keep), dtype=torch.float64, device=images.device)
     with undisturbed(model), torch.inference_mode():
-        # Pairs of image and mask, in whole batches whatever the number of masks.
-        for pairs in torch.arange(len(images) * len(keep)).split(batch_size):
-            i, m = pairs // len(keep), pairs % len(keep)
-            seen = torch.where(keep[m] > 0, images[i], backdrop[i])
-            seen = seen.contiguous(memory_format=torch.channels_last)
-            found.append(_of_class(model(seen), chosen[i]))
-    return _of_class(intact, chosen)[:, None], torch.cat(found).clone().view(len(images), -1)
+        for ask, masks in _looks(model, turns):
+            intact = torch.cat([ask(part) for part in images.split(batch_size)])
+            before = _of_class(intact, classes)
+            # Pairs of image and mask, in whole batches whatever the number of masks.
+            for pairs in torch.arange(len(images) * len(masks)).split(batch_size):
+                i, m = pairs // len(masks), masks[pairs % len(masks)]
+                seen = torch.where(keep[m] > 0, images[i], backdrop[i])
+                seen = seen.contiguous(memory_format=torch.channels_last)
+                found[i, m] = before[i] - _of_class(ask(seen), classes[i])
+    return found.clone()  # not a tensor of inference mode
+
+
+def _looks(model: nn.Module, turns: Tensor) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """What to ask, and for which masks: the network, or one of its views after the other."""
+    views = len(getattr(model, "views", ()))
+    if not views:
+        yield model, torch.arange(len(turns))
+        return
+    for view in (turns % views).unique().tolist():
+        yield partial(model, view=view), torch.nonzero(turns % views == view).flatten()
 
 
 def _of_class(logits: Tensor, classes: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ the image is seen as it is.
 
 from __future__ import annotations
 
+import base64
+import io
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,13 +93,23 @@ def overlay(
     return Image.fromarray(mixed.round().astype(np.uint8))
 
 
-def color_bar(width: int, height: int) -> Image.Image:
-    """The scale itself: low at the left and high at the right, or from bottom to top if upright."""
-    if width >= height:
-        values = np.tile(np.linspace(0, 1, width), (height, 1))
-    else:
-        values = np.tile(np.linspace(1, 0, height)[:, None], (1, width))
-    return Image.fromarray(colors(values))
+def color_map() -> Any:
+    """The scale for matplotlib."""
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(_color_table() / 255)
+
+
+def data_uri(drawn: Image.Image) -> str:
+    """The picture as part of a page."""
+    stream = io.BytesIO()
+    drawn.save(stream, format="PNG")  # a smaller file would take seven times as long
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")
+
+
+def css_gradient() -> str:
+    """The scale as a background of a page, low at the left."""
+    return f"linear-gradient(to right, {', '.join(f'rgb{stop}' for stop in _STOPS)})"
 
 
 def _to_pixels(image: Tensor) -> NDArray[np.uint8]:

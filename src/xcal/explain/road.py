@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import softmax
 from torch import Tensor, nn
 
 from xcal.dp.clipping.precision import double
@@ -79,6 +80,19 @@ class RoadResult:
     constant_maps: int
     broken_maps: int
     broken_images: int
+    answers: FloatArray  # (N, 1 + 2L, classes): all logits, intact first, then MoRF, then LeRF
+
+    def matched(self, temperature: float) -> FloatArray:
+        """The scores (N,) on softmax(logits / T): models of one calibration are on one scale.
+
+        A model that is surer of the same answers has a higher ROAD for that alone. With T fitted on
+        public images (`xcal.metrics.temperature`) what is left is what the maps do.
+        """
+        confidence = softmax(self.answers / temperature, axis=2)
+        rows = np.arange(len(self.classes))
+        change = confidence[rows, 1:, self.classes] - confidence[rows, :1, self.classes]
+        levels = len(self.levels)
+        return _score(change[:, :levels], change[:, levels:])
 
     @property
     def scores(self) -> FloatArray:
@@ -137,25 +151,20 @@ def road(
         raise UserError(f"There are {len(images)} images and {len(maps)} maps: give one for each.")
     n, levels = len(images), len(settings.levels)
     if n == 0:
-        nothing = np.zeros((0, 1 + 2 * levels))
-        return _result(settings, nothing, nothing, np.zeros(0, dtype=np.int64), 0, 0)
+        return _result(settings, np.zeros((0, 1 + 2 * levels, 1)), np.zeros(0, np.int64), 0, 0)
     intact = predict_logits(model, images, batch_size=settings.batch_size)
     target = intact.argmax(dim=1) if classes is None else classes.to(intact.device)
     saliency, constant, broken = saliency_for_ranking(maps, (images.shape[2], images.shape[3]))
-    logits = np.empty((n, 1 + 2 * levels))
-    confidences = np.empty_like(logits)
-    logits[:, 0], confidences[:, 0] = _of_class(intact, target)
+    answers = np.empty((n, 1 + 2 * levels, intact.shape[1]))
+    answers[:, 0] = double(intact).cpu().numpy()
     done = 0
     for perturbed in removed_and_imputed(images, saliency, settings):
         count = len(perturbed)
-        answers = predict_logits(model, perturbed.flatten(0, 1), batch_size=settings.batch_size)
-        chosen = target[done : done + count].repeat_interleave(2 * levels)
-        logit, confidence = _of_class(answers, chosen)
-        logits[done : done + count, 1:] = logit.reshape(count, -1)
-        confidences[done : done + count, 1:] = confidence.reshape(count, -1)
+        said = predict_logits(model, perturbed.flatten(0, 1), batch_size=settings.batch_size)
+        answers[done : done + count, 1:] = double(said).cpu().numpy().reshape(count, 2 * levels, -1)
         done += count
         on_images(done)
-    return _result(settings, logits, confidences, target.cpu().numpy(), constant, broken)
+    return _result(settings, answers, target.cpu().numpy(), constant, broken)
 
 
 def removed_and_imputed(
@@ -218,36 +227,26 @@ def saliency_for_ranking(maps: Tensor, size: tuple[int, int]) -> tuple[FloatArra
     return saliency, int((constant & ~broken).sum()), int(broken.sum())
 
 
-def _of_class(logits: Tensor, classes: Tensor) -> tuple[FloatArray, FloatArray]:
-    """Logit and softmax confidence of each row's class."""
-    logits = double(logits)
-    columns = classes.to(logits.device).unsqueeze(1)
-    confidence = logits.softmax(dim=1).gather(1, columns)
-    return (
-        logits.gather(1, columns).squeeze(1).cpu().numpy(),
-        confidence.squeeze(1).cpu().numpy(),
-    )
-
-
 def _result(
     settings: RoadSettings,
-    logits: FloatArray,
-    confidences: FloatArray,
+    answers: FloatArray,
     classes: NDArray[np.int64],
     constant_maps: int,
     broken_maps: int,
 ) -> RoadResult:
-    """Turn outputs (N, 1 + 2*L), intact first, into changes; broken images become zeros."""
+    """Turn logits (N, 1 + 2*L, classes), intact first, into changes; broken images become zeros."""
     levels = len(settings.levels)
-    broken = ~np.isfinite(np.concatenate([logits, confidences], axis=1)).all(axis=1)
-    logits = np.where(broken[:, None], 0.0, logits)
-    confidences = np.where(broken[:, None], 0.0, confidences)
+    broken = np.asarray(~np.isfinite(answers).all(axis=(1, 2)))
+    answers = np.where(broken[:, None, None], 0.0, answers)
+    rows = np.arange(len(classes))
+    logits = answers[rows, :, classes]
+    confidences = softmax(answers, axis=2)[rows, :, classes]
     change = confidences[:, 1:] - confidences[:, :1]
     logit_change = logits[:, 1:] - logits[:, :1]
     return RoadResult(
         levels=settings.levels,
         classes=classes,
-        confidence=confidences[:, 0],
+        confidence=np.where(broken, 0.0, confidences[:, 0]),
         morf=change[:, :levels],
         lerf=change[:, levels:],
         logit=logits[:, 0],
@@ -256,6 +255,7 @@ def _result(
         constant_maps=constant_maps,
         broken_maps=broken_maps,
         broken_images=int(broken.sum()),
+        answers=answers,
     )
 
 

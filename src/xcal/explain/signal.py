@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class SignalSettings:
     q: share of the cells to cover. alpha, beta, gamma: weight of the logit's fall, weight of the
     counterfactual margin, exponent of the concentration. positive_only: never cover a cell where
     the map is zero; False is the published rule, under which a sparse map covers the whole image.
+    cover: pixels, as published, which takes a pass over the covered images; or cells of the map
+    itself, which is arithmetic where average pooling and one linear layer follow it.
     """
 
     q: float = 0.2
@@ -47,11 +49,14 @@ class SignalSettings:
     gamma: float = 1.0
     fill: Fill = "imagenet"
     positive_only: bool = True
+    # Not printed: digests of a step's settings stay those of older runs. A step's digest has it by
+    # the experiment's keys.
+    cover: str = field(default="pixels", repr=False)
 
     @staticmethod
     def of(keys: Any, *, positive_only: bool) -> SignalSettings:
         """From an experiment's keys of the same names."""
-        names = ("q", "alpha", "beta", "gamma", "fill")
+        names = ("q", "alpha", "beta", "gamma", "fill", "cover")
         return SignalSettings(**{n: getattr(keys, n) for n in names}, positive_only=positive_only)
 
     def __post_init__(self) -> None:
@@ -63,6 +68,8 @@ class SignalSettings:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"The signal's {name} is {value}: choose a number of 0 or more.")
+        if self.cover not in ("pixels", "cells"):
+            raise UserError(f"The signal covers {self.cover!r}: choose pixels or cells.")
         if isinstance(self.fill, str) and self.fill not in ("imagenet", "image-mean"):
             raise UserError(
                 f"The fill {self.fill!r} is unknown: choose imagenet, image-mean, or numbers."
@@ -210,10 +217,47 @@ def image_components(
     return Components.joined(found, images.device)
 
 
+NO_CELLS = (
+    "cover = 'cells' takes cells out of the map that the head reads, and this network names no"
+    " linear head_layer on the average of its cam_layer: leave cover out."
+)
+
+
+def cell_components(
+    features: Tensor, logits: Tensor, head_weight: Tensor, settings: SignalSettings
+) -> Components:
+    """The components of each image where cells of its feature map (N, C, H, W) are covered.
+
+    Average pooling and one linear layer follow the map, so a cell gives W·A/(HW) to the logits, and
+    covering takes exactly that away: no pass is needed. A covered cell holds 0, which is the public
+    mean where the map is standardized, or with the fill image-mean the mean of the image's cells.
+    """
+    with torch.no_grad():
+        cells_of_map = features.shape[2] * features.shape[3]
+        # Not by a product of matrices: see `gradcam._weighed`.
+        given = torch.stack(
+            [(weight[None, :, None, None] * features).sum(dim=1) for weight in head_weight], dim=1
+        )
+        given = double(given) / cells_of_map
+        predicted = logits.argmax(dim=1)
+        maps = given[torch.arange(len(given)), predicted].relu()
+        cells = top_cells(maps, settings.q, positive_only=settings.positive_only)
+        if settings.fill == "image-mean":
+            given = given - given.mean(dim=(2, 3), keepdim=True)
+        lost = (given * cells[:, None].to(given.device)).sum(dim=(2, 3))
+        return components(logits, maps, cells, double(logits) - lost)
+
+
 def _of_images(
     model: nn.Module, images: Tensor, logits: Tensor, features: Tensor, settings: SignalSettings
 ) -> Components:
     head_weight = head_weight_of(model)
+    if settings.cover == "cells":
+        if head_weight is None:
+            raise UserError(NO_CELLS)
+        broken = ~_all_finite(images)
+        features = torch.where(broken[:, None, None, None], math.nan, features)
+        return cell_components(features, logits, head_weight, settings)
     with torch.no_grad():
         predicted = logits.argmax(dim=1)
         if head_weight is None:

@@ -26,6 +26,7 @@ from xcal.methods.client_data import Inputs
 from xcal.methods.feature_store import FeatureStore
 from xcal.metrics.classification import finding_f1, macro_f1, mean_of_defined
 from xcal.metrics.metric_registry import classification_metrics
+from xcal.metrics.temperature import fit_temperature
 from xcal.models.backbone import split_backbone
 
 
@@ -54,6 +55,13 @@ class Predictions:
             return float(-np.log(np.maximum(np.nan_to_num(right, nan=0.0), 1e-12)).mean())
         true = np.nan_to_num(self.probabilities, nan=0.0)[np.arange(len(self.labels)), self.labels]
         return float(-np.log(np.maximum(true, 1e-12)).mean())
+
+    def temperature(self) -> float | None:
+        """The temperature that makes these confidences fit; None where nothing can tell."""
+        if self.labels.ndim > 1 or not np.isfinite(self.probabilities).all(axis=1).any():
+            return None
+        with np.errstate(divide="ignore"):  # logits, but for a number that softmax does not see
+            return fit_temperature(np.log(self.probabilities).clip(min=-700), self.labels)
 
     def metrics(self) -> dict[str, Any]:
         """What clinicians ask of a classifier, as plain numbers."""
@@ -150,11 +158,13 @@ def explanation_metrics(
     *,
     device: str = "cpu",
     maps_by: str = DEFAULT,
+    temperature: float | None = None,
     on_images: OnImages = lambda *_: None,
 ) -> dict[str, Any]:
     """All measures of the model's maps: ROAD, insertion and deletion, localization.
 
-    Each mean comes with the interval that a sample of so many images leaves.
+    Each mean comes with the interval that a sample of so many images leaves. With a `temperature`
+    that public images gave, ROAD is measured at it too.
     """
     began, count = time.monotonic(), len(images)
     inputs = to_tensor(np.asarray(images.pixels)).to(device)
@@ -169,6 +179,13 @@ def explanation_metrics(
     )
     result: dict[str, Any] = {"maps": maps_by}
     result["road"] = {**found.summary(), "interval": between(found.scores)}
+    if temperature is not None and len(images):
+        matched = found.matched(temperature)
+        result["road"] |= {
+            "road_matched": float(matched.mean()),
+            "matched_interval": between(matched),
+            "temperature": temperature,
+        }
     curves = insertion_deletion(
         model, inputs, maps, on_images=lambda n: on_images((2 * count + n) // 3, count)
     )

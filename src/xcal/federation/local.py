@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,19 @@ def _noise(experiment: Experiment) -> NoiseSource:
     return SeededNoise(experiment.seed, paired=experiment.paired)
 
 
+def network_builder(experiment: Experiment, classes: int) -> Callable[[], nn.Module]:
+    """What gives a round its network. Every round loads the weights that it is sent into it.
+
+    A network of this package is built once a process, since nothing else of it changes. One of the
+    user's own is built for every round: whatever it keeps must not outlive that.
+    """
+
+    def build() -> nn.Module:
+        return build_network(experiment, classes).to(experiment.device)
+
+    return build if ":" in experiment.network else cache(build)
+
+
 def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> list[LocalClient]:
     """The clients. A simulated site is made once; a site given by path must have a ledger.
 
@@ -316,6 +330,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
     """
     experiment, classes = federation.experiment, len(federation.data.classes)
     assert federation.parts is not None
+    build = network_builder(experiment, classes)
     clients = []
     for client, shard in enumerate(federation.parts.shards):
         name = str(client)
@@ -342,7 +357,7 @@ def make_clients(folder: RunFolder, federation: Federation, known: set[str]) -> 
             noise=_noise(experiment),
             dealt=federation.dealt,
             partition=None if experiment.sites is None else federation.partition(client),
-            build_model=lambda: build_network(experiment, classes).to(experiment.device),
+            build_model=build,
             loss=loss_of(experiment),
         )
         side = federation.data.train.pixels.shape[1]

@@ -21,6 +21,7 @@ class Page:
     body: str
     kind: str = "text/plain; charset=utf-8"
     status: int = 200
+    policy: str | None = POLICY  # None: the page itself says what it may load
 
 
 Answers = Callable[[str, Mapping[str, str]], Page | None]  # by path and query; None: no such page
@@ -43,7 +44,7 @@ def serve(port: int, answers: Answers) -> ThreadingHTTPServer:
             for name, value in (
                 ("Content-Type", page.kind),
                 ("Content-Length", str(len(data))),
-                ("Content-Security-Policy", POLICY),
+                *((("Content-Security-Policy", page.policy),) if page.policy else ()),
                 ("X-Content-Type-Options", "nosniff"),
                 ("Cache-Control", "no-store"),
             ):

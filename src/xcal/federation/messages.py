@@ -22,7 +22,7 @@ from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 
-from xcal.config import BEFORE_THE_KEY, Experiment
+from xcal.config import Experiment
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import (
     KEYS,
@@ -35,6 +35,7 @@ from xcal.experiments import (
 from xcal.federation.exchange import ClientReport, RoundReply, SumRequest, Weights
 from xcal.federation.masks import Announcement, Attempt, Masked
 from xcal.federation.request_refusals import CODES, Refused
+from xcal.first_edition import BEFORE_THE_KEY
 from xcal.methods.context import StepRecord, digest_tensors
 from xcal.methods.registry import method_of
 from xcal.version import VERSION
@@ -58,7 +59,7 @@ class Edition:
 # The minor versions that are spoken here, as server and as site. A key that is added or gets
 # another default makes a new minor version, and the old one's entry says what it lacks.
 EDITIONS: dict[str, Edition] = {
-    "0.1": Edition({"pool_views": "none"}, unknown=frozenset({"steering", "whiten"})),
+    "0.1": Edition({"pool_views": "none"}, unknown=frozenset({"cover", "steering", "whiten"})),
     "0.2": Edition(),
 }
 QUESTIONS = ("request", "final", "keys", "statistics")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from xcal.config import RENAMED, Experiment
+from xcal.config import Experiment
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.data.normalize import to_tensor
 from xcal.dp.calibration import Plan
@@ -37,6 +37,7 @@ from xcal.federation.folder import RunFolder
 from xcal.federation.notices import notices
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
+from xcal.first_edition import RENAMED
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.methods.feature_store import FeatureStore
 
@@ -240,6 +241,7 @@ def finish(
             subset,
             device=experiment.device,
             maps_by=choice.method,
+            temperature=temperature_of(model, federation),
             on_images=partial(on_measure, "explanations"),
         )
         if experiment.map_method == AUTO:
@@ -257,6 +259,7 @@ def finish(
         "road": road.get("road"),
         "road_interval": road.get("interval"),
         "road_images": road.get("images"),
+        "road_matched": road.get("road_matched"),
         "road_logit_percent": road.get("road_logit_percent"),
         # What rests on other sites' noise is another guarantee: columns of its own.
         "epsilon_target": experiment.epsilon if private and not masked else None,
@@ -309,6 +312,18 @@ def finish(
         write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
+
+
+def temperature_of(model: nn.Module, federation: Federation) -> float | None:
+    """What makes the model's confidences fit on the public validation images; None without any."""
+    experiment = federation.experiment
+    if not validation_is_public(experiment):
+        return None
+    subset = public_subset(federation.data.validation, experiment.validation_images)
+    if subset is None:
+        return None
+    public = PublicImages(subset, experiment.device, experiment.feature_cache_mb)
+    return public.predict(model).temperature()
 
 
 def measure_test(

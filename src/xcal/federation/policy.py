@@ -10,12 +10,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from xcal.config import RENAMED, Experiment, nearest
+from xcal.config import Experiment, nearest
 from xcal.dp.calibration import Plan
 from xcal.dp.ledger.rows import RunTerms, covers, how_to_cover
 from xcal.errors import UserError
 from xcal.federation.exchange import ClientReport
 from xcal.federation.request_refusals import Refused
+from xcal.first_edition import RENAMED
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

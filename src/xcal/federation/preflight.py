@@ -17,7 +17,8 @@ from xcal.dp.batch_invariance import check_independence
 from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
 from xcal.explain.choosing import check_map
-from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.gradcam import gradcam_maps, head_weight_of
+from xcal.explain.signal import NO_CELLS
 from xcal.methods.base import SIGNAL_KEYS, ChecksNetwork, Method, clips_units
 from xcal.methods.registry import method_of
 from xcal.models.model_registry import build_network
@@ -92,6 +93,9 @@ def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | N
             f"{method.name} takes its signal from maps, and the network {experiment.network!r}"
             f" gives none: {unexplained}"
         )
+    covers = getattr(experiment, "cover", "pixels") == "cells" and method.uses >= SIGNAL_KEYS
+    if covers and head_weight_of(network) is None:
+        raise UserError(NO_CELLS)
     return unexplained
 
 

@@ -46,7 +46,7 @@ from xcal.methods.context import (
 from xcal.methods.guard import StepGuard
 from xcal.methods.passes import is_batch_invariant, is_cache_exact
 from xcal.methods.registry import checked_plan, method_of
-from xcal.models.backbone import Split, split_backbone
+from xcal.models.backbone import Split, split_at_map, split_backbone
 
 OnStep = Callable[[int], None]
 
@@ -196,8 +196,10 @@ def _train(
     memory.hold_room(weights, steps)
     site.remember(ledger.head)
     tail = StepAverage(model, steps, experiment.average_steps)
-    split = _worth_keeping(site, model, method, feature_cache_mb)
+    split = _worth_keeping(site, model, method, experiment, feature_cache_mb)
     kept = site.data.cache_features(split, feature_cache_mb, rows)
+    if kept and _covers_cells(method, experiment):
+        site.data.cache_maps(split_at_map(model), feature_cache_mb, rows)
     trace: list[StepRecord] = []
     # The one step of a sum is done whole or not at all.
     taken_up = None if sharing is not None else memory.take_up(method, model, optimizer, tail)
@@ -352,15 +354,21 @@ def _passes(model: nn.Module, experiment: Experiment, multi_label: bool) -> tupl
     return rows, experiment.feature_cache_mb if is_cache_exact(model, image, rows) else 0
 
 
+def _covers_cells(method: Method, experiment: Experiment) -> bool:
+    """Whether the method takes a signal from cells of the map that the head reads."""
+    return method.uses >= SIGNAL_KEYS and experiment.cover == "cells"  # type: ignore[attr-defined]
+
+
 def _worth_keeping(
-    site: LoadedSite, model: nn.Module, method: Method, megabytes: int
+    site: LoadedSite, model: nn.Module, method: Method, experiment: Experiment, megabytes: int
 ) -> Split | None:
     """The split whose beginning's activations are kept.
 
-    For a method with a signal it lies before the explained map, if that fits: the images would
-    else go through the beginning once more to be explained.
+    For a method whose signal needs passes it lies before the explained map, if that fits: the
+    images would else go through the beginning once more to be explained.
     """
-    if method.uses >= SIGNAL_KEYS and getattr(model, "cam_layer", None) is not None:
+    signal = method.uses >= SIGNAL_KEYS and not _covers_cells(method, experiment)
+    if signal and getattr(model, "cam_layer", None) is not None:
         explained = split_backbone(model, seen=str(model.cam_layer))
         if explained is not None and site.data.fits(explained, megabytes):
             return explained

@@ -34,7 +34,7 @@ from xcal.dp.noise import NoiseSource, SeededNoise
 from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
-from xcal.experiments import BEFORE_THE_KEY, make_experiment, read_pinned
+from xcal.experiments import make_experiment, read_pinned
 from xcal.federation.files import own_folder, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.logbook import append_line, note, now
@@ -49,6 +49,7 @@ from xcal.federation.setup import (
     load_parts,
     settled,
 )
+from xcal.first_edition import BEFORE_THE_KEY
 from xcal.methods.client_data import LocalData
 from xcal.models.model_registry import build_network
 

@@ -17,11 +17,12 @@ from xcal.config import Experiment
 from xcal.dp.calibration import PlanShape, plan_paper
 from xcal.dp.clipping.precision import double
 from xcal.dp.noise import release_tensors
-from xcal.explain.gradcam import channel_weights
+from xcal.explain.gradcam import channel_weights, head_weight_of
 from xcal.methods.agp_dp import CamLayer, cam_layer_of, most_important, require_trained
 from xcal.methods.base import BandParameters, LocalMethod, SparedParameters, shape_of
+from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.step_parts import clipped_sum
+from xcal.methods.step_parts import batch_forward, clipped_sum
 
 IMPORTANCE_UNITS = 256  # expected number of units whose maps decide which channels matter
 
@@ -41,16 +42,26 @@ def channel_importance(context: StepContext) -> Tensor:
     # Step −1 of the round: no step's own draw shares its randomness.
     rate = min(1.0, IMPORTANCE_UNITS / context.data.units)
     batch = context.data.draw(rate, context.noise, context.key(-1, "importance"))
-    shown = batch.images if batch.plain is None else batch.pictures(batch.plain)
-    weights = double(channel_weights(context.model, shown))
+    plain = batch if batch.plain is None else batch.only(batch.plain)
+    weights = double(_channel_weights(context, plain))
     finite = weights[torch.isfinite(weights).all(dim=1)]
     return finite.abs().sum(dim=0) / max(len(finite), 1)
+
+
+def _channel_weights(context: StepContext, batch: Batch) -> Tensor:
+    """Grad-CAM's weights of each image's channels; from kept features where only a head trains."""
+    head = head_weight_of(context.model)
+    forward, inputs = batch_forward(context, batch)
+    if head is None or forward is context.model or not len(batch.labels):
+        return channel_weights(context.model, batch.images)
+    with torch.no_grad():
+        return head[forward(inputs).argmax(dim=1)]
 
 
 def agp_step(
     context: StepContext, step: int, *, sigma: float, share: float, layer: CamLayer, state: AgpState
 ) -> tuple[AgpState, StepRecord]:
-    """One step: clip as ever, noise everywhere but on the protected channels' convolution.
+    """One step: clip as ever, noise everywhere but on what belongs to the protected channels.
 
     Importance is computed once a round, at its first step, from the weights received.
     """
@@ -63,6 +74,8 @@ def agp_step(
     spared = torch.tensor(state.channels, dtype=torch.long)
     for name in layer.convolution:
         noisy[name][spared] = sums[name][spared]
+    if layer.head is not None:
+        noisy[layer.head][:, spared] = sums[layer.head][:, spared]
     context.optimizer.step({name: value.div_(context.batch) for name, value in noisy.items()})
     return state, StepRecord(context.round, step, sigma, None, 0.0)
 

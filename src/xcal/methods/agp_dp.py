@@ -32,15 +32,18 @@ class CamLayer:
     """The convolution whose output channels are the feature map's, and the norm that follows it.
 
     Only parameters that train are named. Entry k along the first axis of each belongs to channel k.
+    Where the map is frozen and only a linear head on its average trains, `head` is that head's
+    matrix, and what belongs to channel k is its column k.
     """
 
     channels: int
     convolution: tuple[str, ...]  # weight and, where it has one, bias
     norm: tuple[str, ...]  # scale and shift of the norm between the convolution and the map
+    head: str | None = None
 
 
 def cam_layer_of(model: nn.Module) -> CamLayer:
-    """The CAM layer's parameters.
+    """The parameters that make the explained map, or that alone read it where it is frozen.
 
     The convolution is the last one within the module named by `cam_layer`, or, where that module
     holds none, the last one before it; modules are taken in the order in which the network lists
@@ -74,7 +77,11 @@ def cam_layer_of(model: nn.Module) -> CamLayer:
         names = (f"{module}.weight", f"{module}.bias")
         return tuple(n for n in names if n in trained)
 
-    return CamLayer(channels, own(last), () if norm is None else own(norm))
+    made = CamLayer(channels, own(last), () if norm is None else own(norm))
+    head = f"{getattr(model, 'head_layer', None)}.weight"
+    if made.convolution or made.norm or head not in trained:
+        return made
+    return CamLayer(trained[head].shape[1], (), (), head)
 
 
 def _normalizes(module: nn.Module, channels: int) -> bool:
@@ -84,12 +91,12 @@ def _normalizes(module: nn.Module, channels: int) -> bool:
 
 
 def require_trained(model: nn.Module, method: str) -> CamLayer:
-    """The CAM layer of a network in which its convolution trains; others are refused."""
+    """The CAM layer, where it or a linear head on it trains; other networks are refused."""
     layer = cam_layer_of(model)
-    if not layer.convolution:
+    if not layer.convolution and layer.head is None:
         raise UserError(
             f"{method} spares channels of the CAM layer's convolution, which does not train here:"
-            " set train to 'all' or 'last:1', or choose another method."
+            " set train to 'all', 'last:1' or 'head', or choose another method."
         )
     head = head_weight_of(model)
     if head is not None and head.shape[1] != layer.channels:
@@ -144,7 +151,7 @@ class ChannelRule:
         return () if self.off else most_important(released_importance(model), self.share)
 
     def geometry(self, layer: CamLayer, channels: tuple[int, ...]) -> Geometry:
-        """Weights of the CAM layer's convolution and norm, channel by channel."""
+        """Weights of the CAM layer's convolution and norm, or of a head's columns, by channel."""
         if self.off or not channels:
             return PLAIN
         spared = len(channels) / layer.channels
@@ -152,6 +159,8 @@ class ChannelRule:
         weights = [low] * layer.channels
         for k in channels:
             weights[k] = low * self.protection
+        if layer.head is not None:
+            return Geometry(inputs={layer.head: tuple(weights)})
         return Geometry({name: tuple(weights) for name in (*layer.convolution, *layer.norm)})
 
 

@@ -152,6 +152,12 @@ class SignalParameters(Experiment):
     fill: Literal["imagenet", "image-mean"] = key(
         "imagenet", description="what masks cells", travels=True
     )
+    cover: Literal["pixels", "cells"] = key(
+        "pixels",
+        description="what is masked: pixels of the image, at a pass through the network, or cells"
+        " of the map that a linear head reads, which is arithmetic",
+        travels=True,
+    )
     tau: float | None = key(
         None,
         ge=1e-6,

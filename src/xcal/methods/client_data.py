@@ -18,7 +18,7 @@ from xcal.dp.clipping.precision import double
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import UnitTable, filled_up, images_of, poisson_draw
 from xcal.errors import UserError
-from xcal.methods.feature_store import FeatureStore, in_fixed_passes
+from xcal.methods.feature_store import FeatureStore, StoredRows, in_fixed_passes
 from xcal.models.backbone import Split
 
 # Always the same neighbors: what the beginning makes of an image is then the same to the bit,
@@ -64,15 +64,15 @@ class Inputs:
         if self._kept is not None and self._kept.serves(digest, rows):
             self._kept.split = split  # the same weights in a network built anew
             return True
+        one, count = self._first(split), self._count(views)
+        if self._store is not None and count == len(self._pixels):
+            found = self._stored(self._store, split, digest, one)
+            made = np.ones(1, dtype=bool)  # one block of all
+            self._kept = _Kept(split, digest, found, made, count, stored=True)
+            return True
         if not self.fits(split, views, megabytes):
             self._kept = None
             return False
-        one, count = self._first(split), self._count(views)
-        if self._store is not None and count == len(self._pixels):
-            table = self._stored(self._store, split, digest, one)
-            made = np.ones(1, dtype=bool)  # one block of all
-            self._kept = _Kept(split, digest, table, made, count, stored=True)
-            return True
         shape = (count, *one.shape[1:])
         made = np.zeros(math.ceil(count / (rows or _BLOCK)), dtype=bool)
         # Zeros of the operating system's: memory is taken only as blocks are filled.
@@ -80,11 +80,11 @@ class Inputs:
         self._kept = _Kept(split, digest, table, made, rows)
         return True
 
-    def _stored(self, store: FeatureStore, split: Split, digest: str, one: Tensor) -> Tensor:
+    def _stored(self, store: FeatureStore, split: Split, digest: str, one: Tensor) -> StoredRows:
         def make(images: NDArray[np.int64]) -> Tensor:
             return in_fixed_passes(split.begin, self.pictures(images, np.zeros_like(images)))
 
-        return store.table(digest, np.asarray(self._pixels), self._brightness, one, make)
+        return store.rows(digest, np.asarray(self._pixels), self._brightness, one, make)
 
     def fits(self, split: Split, views: int, megabytes: int) -> bool:
         """Whether all that `split` makes, of all the views that steps may ask for, fits."""
@@ -101,7 +101,7 @@ class Inputs:
 
     def fill(self, table: Tensor) -> None:
         """Take activations that were computed elsewhere: of every image, view after view."""
-        assert self._kept is not None
+        assert self._kept is not None and isinstance(self._kept.table, Tensor)
         self._kept.table.copy_(table)
         self._kept.made[:] = True
 
@@ -116,6 +116,7 @@ class Inputs:
             inside = np.arange(block * size, min((block + 1) * size, len(kept.table)))
             shown = self.pictures(inside % len(self._pixels), inside // len(self._pixels))
             made = kept.split.begin(filled_up(shown, kept.rows))[: len(inside)]
+            assert isinstance(kept.table, Tensor)
             kept.table[inside[0] : inside[-1] + 1] = made.cpu()
             kept.made[block] = True
         return kept.table[torch.from_numpy(places)].to(self._device)
@@ -125,7 +126,7 @@ class Inputs:
 class _Kept:
     split: Split
     digest: str
-    table: Tensor
+    table: Tensor | StoredRows
     made: NDArray[np.bool_]
     rows: int
     stored: bool = False  # in passes of the store's own size, whatever was asked for
@@ -253,6 +254,8 @@ class LocalData:
         self._augment = augment
         self._views = views
         self.inputs = Inputs(images.pixels, VIEWS[augment], brightness, device, store)
+        self._maps = Inputs(images.pixels, (View(),), brightness, device, store)
+        self._map_split: Split | None = None
         self._kept = False
 
     def cache_features(self, split: Split | None, megabytes: int, rows: int = 0) -> bool:
@@ -265,6 +268,27 @@ class LocalData:
         """
         self._kept = self.inputs.keep(split, self._views, megabytes, rows)
         return self._kept
+
+    def cache_maps(self, split: Split | None, megabytes: int, rows: int = 0) -> None:
+        """Keep the explained maps too, which `split` makes, where they fit: see `maps`."""
+        self._map_split, self._map_rows = split, rows
+        self._maps_kept = self._maps.keep(split, 1, megabytes, rows)
+
+    @property
+    def has_maps(self) -> bool:
+        return self._map_split is not None
+
+    def maps(self, rows: Rows) -> Tensor:
+        """The explained maps of plain images, kept or made anew."""
+        if self._maps_kept:
+            return self._maps.activations(rows.images, np.zeros_like(rows.images))
+        split, size = self._map_split, self._map_rows or _BLOCK
+        assert split is not None
+        made = [
+            split.begin(filled_up(rows.take(some).pictures(), self._map_rows))[: len(some)]
+            for some in torch.split(torch.arange(len(rows)), size)
+        ]
+        return torch.cat(made)
 
     def fits(self, split: Split, megabytes: int) -> bool:
         """Whether what this beginning makes of all images fits into `megabytes`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,14 +38,14 @@ class FeatureStore:
         root = os.environ.get("XCAL_FEATURES")
         return cls(Path(root)) if root else None
 
-    def table(
+    def rows(
         self,
         backbone: str,
         images: NDArray[np.uint8],
         brightness: float,
         like: Tensor,
         make: Callable[[NDArray[np.int64]], Tensor],
-    ) -> Tensor:
+    ) -> StoredRows:
         """The features of all images, in their order; `make` computes those of some numbers.
 
         What is missing is computed and kept. `like`: the features of one image, for their shape.
@@ -53,23 +54,31 @@ class FeatureStore:
         folder.mkdir(parents=True, exist_ok=True)
         keys = np.array([_key(image, brightness) for image in images], dtype=f"V{_DIGEST}")
         width = like[0].numel()
-        known, rows = _read(folder, width)
-        place = {key.tobytes(): i for i, key in enumerate(known)}
-        table = np.empty((len(images), width), dtype=np.float32)
-        missing = []
-        for i, key in enumerate(keys):
-            row = place.get(key.tobytes())
-            if row is None:
-                missing.append(i)
-            else:
-                table[i] = rows[row]
+        known = _places(folder, width)
+        missing = [i for i, key in enumerate(keys) if key.tobytes() not in known]
+        for start in range(0, len(missing), ROWS):
+            some = np.array(missing[start : start + ROWS], dtype=np.int64)
+            made = make(some).float().cpu().numpy().reshape(len(some), width)
+            _append(folder, keys[some], made)
         if missing:
-            for start in range(0, len(missing), ROWS):
-                some = np.array(missing[start : start + ROWS], dtype=np.int64)
-                made = make(some).float().cpu().numpy().reshape(len(some), width)
-                table[some] = made
-                _append(folder, keys[some], made)
-        return torch.from_numpy(table).reshape(len(images), *like.shape[1:])
+            known = _places(folder, width)
+        places = np.array([known[key.tobytes()] for key in keys], dtype=np.int64)
+        return StoredRows(folder / "rows.bin", places, tuple(like.shape[1:]))
+
+
+class StoredRows:
+    """Features on disk, read when they are asked for: maps of thousands of images are gigabytes."""
+
+    def __init__(self, path: Path, places: NDArray[np.int64], shape: tuple[int, ...]) -> None:
+        self._places, self._shape = places, shape
+        self._rows = np.memmap(path, dtype=np.float32, mode="r").reshape(-1, math.prod(shape))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, numbers: Tensor) -> Tensor:
+        found = self._rows[self._places[numbers.numpy()]]
+        return torch.from_numpy(np.asarray(found)).reshape(len(found), *self._shape)
 
 
 def in_fixed_passes(begin: Callable[[Tensor], Tensor], pictures: Tensor) -> Tensor:
@@ -83,17 +92,13 @@ def _key(image: NDArray[np.uint8], brightness: float) -> bytes:
     return state.digest()[:_DIGEST]
 
 
-def _read(folder: Path, width: int) -> tuple[NDArray[np.void], NDArray[np.float32]]:
-    """Keys and rows as far as both are whole: rows are written first."""
-    count = 0
-    if (folder / "keys.bin").exists():
-        row = 4 * width
-        count = min(_size(folder / "keys.bin") // _DIGEST, _size(folder / "rows.bin") // row)
-    if not count:
-        return np.empty(0, dtype=f"V{_DIGEST}"), np.empty((0, width), dtype=np.float32)
+def _places(folder: Path, width: int) -> dict[bytes, int]:
+    """Where each image's row lies, as far as keys and rows are whole: rows are written first."""
+    if not (folder / "keys.bin").exists():
+        return {}
+    count = min(_size(folder / "keys.bin") // _DIGEST, _size(folder / "rows.bin") // (4 * width))
     keys = np.fromfile(folder / "keys.bin", dtype=f"V{_DIGEST}", count=count)
-    rows = np.memmap(folder / "rows.bin", dtype=np.float32, mode="r", shape=(count, width))
-    return keys, rows
+    return {key.tobytes(): i for i, key in enumerate(keys)}
 
 
 def _size(path: Path) -> int:

@@ -15,8 +15,15 @@ from xcal.dp.clipping.precision import in_half, single
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.dp.sampling import filled_up
-from xcal.explain.gradcam import forward_with_features
-from xcal.explain.signal import Components, SignalSettings, image_components
+from xcal.errors import UserError
+from xcal.explain.gradcam import forward_with_features, head_weight_of
+from xcal.explain.signal import (
+    NO_CELLS,
+    Components,
+    SignalSettings,
+    cell_components,
+    image_components,
+)
 from xcal.methods.client_data import Batch, Rows
 from xcal.methods.context import StepContext, StepRecord, trainable
 from xcal.methods.shared_sum import SharedSum, gradient_sum
@@ -32,7 +39,7 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
     everyone = torch.arange(len(batch.labels), device=batch.labels.device)
     for rows in torch.split(everyone, context.chunk) if len(everyone) else ():
         part = batch.only(rows)
-        forward, inputs = _forward(context, part)
+        forward, inputs = batch_forward(context, part)
         with in_half(part.labels.device, context.half):
             losses, _ = per_sample(context.loss, forward(inputs), part.labels)
         total = (single(losses) * share[rows]).sum() / context.batch
@@ -42,7 +49,7 @@ def sgd_step(context: StepContext, step: int) -> StepRecord:
     return StepRecord(context.round, step, 0.0, None, 0.0)
 
 
-def _forward(
+def batch_forward(
     context: StepContext, batch: Batch, capture: str | None = None
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """What gives the batch's logits, and its input: the network's rest where that is enough."""
@@ -67,7 +74,7 @@ def clipped_sum(
     alone = batch.one_row_each
     parts = []
     for first, last, part in _in_portions(context, batch):
-        forward, inputs = _forward(context, part, capture)
+        forward, inputs = batch_forward(context, part, capture)
         parts.append(
             context.engine.clipped_sum(
                 inputs,
@@ -199,11 +206,11 @@ def forward_with_components(
     if context.split is not None and not context.split.passes(
         context.model.get_submodule(cam_layer)
     ):
-        return (
-            clipped_sum(context, batch, bound),
-            _looked_at(context, batch, chosen, settings),
-            chosen,
-        )
+        sums = clipped_sum(context, batch, bound)
+        by_cells = settings.cover == "cells" and context.data.has_maps
+        if by_cells and isinstance(batch.inputs, Rows):
+            return sums, _by_cells(context, batch.inputs, sums.logits, chosen, settings), chosen
+        return sums, _looked_at(context, batch, chosen, settings), chosen
     sums = clipped_sum(context, batch, bound, capture=cam_layer)
     assert sums.features is not None
     found = [  # a chunk at a time: a draw may be larger than fits as pictures
@@ -238,6 +245,22 @@ def _looked_at(
         parts = image_components(
             context.model, images, logits, features, settings, rows=context.rows
         )
+        found.append(parts.only(slice(len(some))))
+    return Components.joined(found, chosen.device)
+
+
+def _by_cells(
+    context: StepContext, rows: Rows, logits: Tensor, chosen: Tensor, settings: SignalSettings
+) -> Components:
+    """The components of the chosen images from their maps, without a pass where those are kept."""
+    head_weight = head_weight_of(context.model)
+    if head_weight is None:
+        raise UserError(NO_CELLS)
+    found = []
+    for some in _portions(chosen, context.rows or context.chunk):
+        maps = filled_up(context.data.maps(rows.take(some)), context.rows)
+        answers = filled_up(logits[some], context.rows)
+        parts = cell_components(maps, answers, head_weight, settings)
         found.append(parts.only(slice(len(some))))
     return Components.joined(found, chosen.device)
 

@@ -79,6 +79,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("road.road", "ROAD", "on confidence, -0.5 to 0.5", -0.5, 0.5),
     Metric(
+        "road.road_matched", "ROAD, matched", "at a temperature fitted on public images", -0.5, 0.5
+    ),
+    Metric(
         "road.road_logit_percent", "ROAD, logits, %", "relative; without bounds",
         -float("inf"), float("inf"),
     ),
@@ -87,6 +90,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("localization.pointing", "pointing game", "highest pixel in the true region", 0, 1),
     Metric("localization.inside", "saliency inside", "share in the true region", 0, 1),
 )  # fmt: skip
+
+
+def metric_title(name: str) -> str:
+    """What people call the metric of this name; `road` is short for `road.road`."""
+    return next(m.title for m in METRICS if name in (m.name, m.name.partition(".")[0]))
 
 
 def classification_metrics(labels: ArrayLike, probabilities: ArrayLike) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def split_backbone(model: nn.Module, seen: str | None = None) -> Split | None:
     segments: Sequence[nn.Module] = model.segments() if hasattr(model, "segments") else ()  # type: ignore[operator]
     count = 0
     for segment in segments:
-        if any(p.requires_grad for p in segment.parameters()):
+        if trains(segment):
             break
         if any(module is watched for module in segment.modules()):
             break
@@ -61,6 +61,37 @@ def split_backbone(model: nn.Module, seen: str | None = None) -> Split | None:
     if not 0 < count < len(segments):
         return None
     return Split(tuple(segments[:count]), tuple(segments[count:]))
+
+
+def split_at_map(model: nn.Module) -> Split | None:
+    """The split whose beginning gives the explained map; None where what makes it trains."""
+    count = segments_to_map(model)
+    segments: Sequence[nn.Module] = model.segments() if count else ()  # type: ignore[operator]
+    if not count or any(trains(segment) for segment in segments[:count]):
+        return None
+    return Split(tuple(segments[:count]), tuple(segments[count:]))
+
+
+def segments_to_map(network: nn.Module) -> int:
+    """How many of the network's segments come up to its explained map, that one included.
+
+    0 where it does not say: it has no `segments()`, or none of them ends at its `cam_layer`.
+    """
+    name = getattr(network, "cam_layer", None)
+    if hasattr(network, "segments") and isinstance(name, str):
+        explained = network.get_submodule(name)
+        for index, segment in enumerate(network.segments()):  # type: ignore[operator]
+            ends = segment
+            while isinstance(ends, nn.Sequential) and ends is not explained and len(ends):
+                ends = ends[-1]
+            if ends is explained or segment is explained:
+                return index + 1
+    return 0
+
+
+def trains(part: nn.Module) -> bool:
+    """Whether any of its parameters does."""
+    return any(parameter.requires_grad for parameter in part.parameters())
 
 
 def _through(parts: Sequence[nn.Module], x: Tensor) -> Tensor:

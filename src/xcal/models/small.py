@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from xcal.models.layers import laid_out
+
 _LAST_SCALE = 4.0
 
 
@@ -70,10 +72,7 @@ def small(
         generator.seed()
     else:
         generator.manual_seed(seed)
-    # On "meta" no memory is filled, so torch's own initialization draws nothing.
-    with torch.device("meta"):
-        network = Small(classes, widths, groups)
-    network = network.to_empty(device="cpu")
+    network = laid_out(lambda: Small(classes, widths, groups))
     last_norm = [m for m in network.features if isinstance(m, nn.GroupNorm)][-1]
     with torch.no_grad():
         for module in network.modules():

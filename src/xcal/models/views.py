@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
+from xcal.models.backbone import segments_to_map, trains
 
 SIXTEENTHS = 16
 
@@ -97,30 +98,38 @@ class OverViews(nn.Module):
         self.views = POOLED[kind]
         head = getattr(network, "head_layer", None)
         self.head_layer = None if head is None else f"network.{head}"
-        self._before = _segments_to_map(network)
+        self._before = segments_to_map(network)
+        if not self._before:
+            raise UserError(
+                "pool_views needs a network that is a sequence up to its cam_layer, which"
+                f" {type(network).__name__} does not say it is: leave pool_views out, or give it a"
+                " method segments() of which one ends at the cam_layer."
+            )
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, view: int | None = None) -> Tensor:
+        """Logits by all views, or by the one of this number alone."""
         x = images
-        for segment in self.segments():
+        for segment in self.segments(view):
             x = segment(x)
         return x
 
-    def segments(self) -> list[nn.Module]:
+    def segments(self, view: int | None = None) -> list[nn.Module]:
         """Modules that, one after the other, are the network.
 
         What is frozen and leads is one of them, and holds one view's maps at a time.
         """
+        views = self.views if view is None else (self.views[view],)
         parts = list(self.network.segments())  # type: ignore[operator]
         looking, after = parts[: self._before], parts[self._before :]
         frozen = 0
-        while frozen < len(looking) and not _trains(looking[frozen]):
+        while frozen < len(looking) and not trains(looking[frozen]):
             frozen += 1
         if frozen == len(looking):
-            return [_Pooled(self.views, looking), self.map, *after]
+            return [_Pooled(views, looking), self.map, *after]
         return [
-            _Shown(self.views, looking[:frozen]),
+            _Shown(views, looking[:frozen]),
             *(_EachView([part]) for part in looking[frozen:]),
-            _Merged(self.views),
+            _Merged(views),
             self.map,
             *after,
         ]
@@ -176,25 +185,3 @@ class _Merged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         back = [view.undo(one) for view, one in zip(self.views, x.unbind(1), strict=True)]
         return torch.stack(back).mean(0)
-
-
-def _trains(part: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in part.parameters())
-
-
-def _segments_to_map(network: nn.Module) -> int:
-    """How many of the network's segments come up to its explained map, that one included."""
-    name = getattr(network, "cam_layer", None)
-    if hasattr(network, "segments") and isinstance(name, str):
-        explained = network.get_submodule(name)
-        for index, segment in enumerate(network.segments()):  # type: ignore[operator]
-            ends = segment
-            while isinstance(ends, nn.Sequential) and ends is not explained and len(ends):
-                ends = ends[-1]
-            if ends is explained or segment is explained:
-                return index + 1
-    raise UserError(
-        f"pool_views needs a network that is a sequence up to its cam_layer, which"
-        f" {type(network).__name__} does not say it is: leave pool_views out, or give it a method"
-        " segments() of which one ends at the cam_layer."
-    )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
-import jinja2
-from PIL import Image
-
 from xcal.explain.choosing import MapChoice
-from xcal.explain.overlay import color_bar
+from xcal.explain.overlay import css_gradient, data_uri
 from xcal.methods.registry import name_today
 from xcal.report.drawing import answer_text, cells_text, percent, tiles, verdict
 from xcal.report.explaining import Explanation
 from xcal.report.runs import LoadedRun
+from xcal.report.template import render
 
 
 def explanations_page(
@@ -30,16 +25,15 @@ def explanations_page(
     choice: MapChoice,
 ) -> str:
     """The page as HTML. Every text from outside is escaped; images are part of the file."""
-    template = files("xcal.report").joinpath("explain.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(template).render(
+    return render(
+        "explain.html",
         method=name_today(run.experiment),
         data=run.experiment.data,
         network=run.experiment.network,
         pixels=run.experiment.pixels,
         guarantee=_guarantee(epsilon, delta, nominal),
         maps=choice.sentence(),
-        bar=_data_uri(color_bar(256, 4)),
+        bar=css_gradient(),
         explanations=[_item(found) for found in explanations],
     )
 
@@ -52,7 +46,7 @@ def _guarantee(epsilon: float | None, delta: float | None, nominal: float | None
 
 
 def _item(found: Explanation) -> dict[str, Any]:
-    image, overlaid, covered = (_data_uri(part) for part in tiles(found))
+    image, overlaid, covered = (data_uri(part) for part in tiles(found))
     ranked = sorted(zip(found.classes, found.probabilities, strict=True), key=lambda pair: -pair[1])
     return {
         "name": found.name,
@@ -123,9 +117,3 @@ def _chart(found: Explanation) -> dict[str, Any]:
             curve("most", found.morf, "most salient first", key + 16),
         ],
     }
-
-
-def _data_uri(picture: Image.Image) -> str:
-    stream = io.BytesIO()
-    picture.save(stream, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,25 +26,19 @@ from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO, MapChoice, make_maps, title_of
 from xcal.explain.inference import predict_logits
-from xcal.explain.overlay import color_bar, overlay, picture
+from xcal.explain.overlay import overlay, picture
 from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import DATA_SEED
 from xcal.methods.registry import METHODS, name_today
-from xcal.report.drawing import percent
+from xcal.plotting import FAINT, INK, RIGHT, WRONG, require, shortened, tile
+from xcal.plotting import picture as drawn_picture
+from xcal.report.drawing import percent, scale
 from xcal.report.mapping import map_of_run
 from xcal.report.runs import LoadedRun, load_data, load_run
-from xcal.report.sheet import FAINT, INK, RIGHT, WRONG, Sheet, text_width
+from xcal.report.words import epsilon_text
 
-_MARGIN = 28
-_GAP = 12  # between tiles
-_BLOCK_GAP = 52  # between blocks side by side
-_BLOCK_DROP = 20  # between blocks one below the other, which captions part already
-_CAPTION = 48  # two lines below a tile
-_HEAD = 30  # one line above a block
-_LETTERS = 15
-_SMALL = 13
-_SCALE_WIDTH = 560  # what the line below the blocks takes, beside how maps were made
+_SIDE = 128  # pixels a tile
 _WIDE = 1.45  # the shape a figure had best have: width by height
 
 
@@ -67,9 +62,9 @@ class View:
 
 
 def load_entries(folders: Sequence[Path]) -> list[Entry]:
-    """The runs of a figure: finished, of one data set, one size, and no two for one place."""
+    """The runs of a figure: finished, of one data set, one size, and no two for one setting."""
     entries: list[Entry] = []
-    places: dict[tuple[str, float | None, float | None], Path] = {}
+    taken: dict[tuple[str, float | None, float | None], Path] = {}
     for folder in folders:
         run = load_run(folder)
         result = RunFolder.find(folder).result
@@ -89,14 +84,13 @@ def load_entries(folders: Sequence[Path]) -> list[Entry]:
                     f"The runs {folders[0]} and {folder} differ in {what} ({one} and {other}): a"
                     " panel shows the same images throughout."
                 )
-        place = (entry.method, entry.epsilon, entry.nominal)
-        if place in places:
-            shown = "∞" if entry.epsilon is None else f"{entry.epsilon:g}"
+        setting = (entry.method, entry.epsilon, entry.nominal)
+        if setting in taken:
             raise UserError(
-                f"{places[place]} and {folder} are both {entry.method} at ε = {shown}: give one of"
-                " them."
+                f"{taken[setting]} and {folder} are both {entry.method} at ε ="
+                f" {epsilon_text(entry.epsilon)}: give one of them."
             )
-        places[place] = folder
+        taken[setting] = folder
         entries.append(entry)
     return entries
 
@@ -126,6 +120,7 @@ def save_panel(
 
     Returned is which map each run's model was explained by.
     """
+    require()
     entries = load_entries(folders)
     run = entries[0].run
     run.refuse_findings("A panel")
@@ -138,7 +133,7 @@ def save_panel(
         image_views(entry.run, shown, choice.method)
         for entry, choice in zip(entries, choices, strict=True)
     ]
-    _Figure(entries, views, shown, [c.method for c in choices]).draw().save(path)
+    _Figure(entries, views, shown, [c.method for c in choices]).save(path)
     return choices
 
 
@@ -208,7 +203,7 @@ def shared_peak(views: Sequence[Sequence[View]]) -> float:
 
 
 class _Figure:
-    """The drawing itself: sizes are worked out once, then block after block is drawn."""
+    """The drawing: a block an image, and below them the one color scale of all maps."""
 
     def __init__(
         self,
@@ -219,110 +214,71 @@ class _Figure:
     ) -> None:
         self.entries, self.views, self.images = entries, views, images
         named = " or ".join(title_of(name) for name in dict.fromkeys(methods))
-        self.maps = f"{named[:1].upper()}{named[1:]} of the predicted class   "
+        self.maps = f"{named[:1].upper()}{named[1:]} of the predicted class"
         self.classes = entries[0].run.classes
         self.layout = arrange(entries)
         self.peak = shared_peak(views)
         # Colors as they are: the figure shows images, not what the network makes of them.
         self.colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
-        pixels = images.pixels.shape[1]
-        self.side = pixels * max(1, 128 // pixels) if pixels <= 128 else 144
-        self.step = self.side + _GAP
-        names = max((text_width(m, _LETTERS) for m in self.layout.methods), default=0.0)
-        self.label = math.ceil(names) + 24 if self.layout.methods else 8
 
-    def draw(self) -> Sheet:
-        count = len(self.images)
-        block = (
-            self.step + self.label + self.step * len(self.layout.epsilons) - _GAP,
-            _HEAD + self.layout.rows * (self.side + _CAPTION),
-        )
-        across = _blocks_across(count, block)
-        down = math.ceil(count / across)
-        width = 2 * _MARGIN + across * block[0] + (across - 1) * _BLOCK_GAP
-        height = 2 * _MARGIN + down * (block[1] + _BLOCK_DROP) + 14
-        scale = math.ceil(text_width(self.maps, _SMALL)) + _SCALE_WIDTH
-        sheet = Sheet(max(width, 2 * _MARGIN + scale), height)
-        for number in range(count):
-            row, column = divmod(number, across)
-            left = _MARGIN + column * (block[0] + _BLOCK_GAP)
-            self._block(sheet, number, left, _MARGIN + row * (block[1] + _BLOCK_DROP))
-        self._scale(sheet, height - _MARGIN)
-        return sheet
+    def save(self, path: Path) -> None:
+        count, columns = len(self.images), 1.6 + len(self.layout.epsilons)
+        across = _blocks_across(count, columns / self.layout.rows)
+        down = count // across
+        high = 1.4 * down * self.layout.rows
+        size = {"width": 1.15 * _SIDE * across * columns, "height": _SIDE * (high + 0.5)}
+        with drawn_picture(path, **size) as drawn:
+            body, foot = drawn.subfigures(2, 1, height_ratios=(high, 0.5))
+            for number, block in enumerate(body.subfigures(down, across, squeeze=False).flat):
+                self._block(block, number)
+            scale(foot.add_axes((0.3, 0.45, 0.3, 0.15)), f"{self.peak:.1f} × the map's mean")
+            foot.text(0.29, 0.45, self.maps, ha="right", color=FAINT)
+            foot.text(0.62, 0.45, "right answer", color=RIGHT)
+            foot.text(0.62, 0.15, "wrong answer", color=WRONG)
 
-    def _block(self, sheet: Sheet, number: int, left: int, top: int) -> None:
+    def _block(self, block: Any, number: int) -> None:
         """One test image under all runs."""
-        body, start = top + _HEAD, left + self.step + self.label
+        ratios = (1, 0.6, *(1 for _ in self.layout.epsilons))  # between them methods' names
+        rows = block.subplots(self.layout.rows, len(ratios), squeeze=False, width_ratios=ratios)
+        block.subplots_adjust(left=0.02, right=0.98, bottom=0.15, top=0.9, wspace=0.1, hspace=0.35)
+        for axes in rows.flat:
+            axes.axis("off")
+            axes.set_box_aspect(1)
         truth = self.classes[int(self.images.labels[number])]
-        middle = left + self.side / 2
-        sheet.text((middle, top + 16), "image", _LETTERS, fill=FAINT, anchor="middle")
-        sheet.paste(picture(self.colors[number], side=self.side), (left, body))
-        self._caption(sheet, (left, body), truth, "true class", INK)
-        for k, epsilon in enumerate(self.layout.epsilons):
-            shown = "ε = ∞" if epsilon is None else f"ε = {epsilon:g}"
-            middle = start + k * self.step + self.side / 2
-            sheet.text((middle, top + 16), shown, _LETTERS, fill=FAINT, anchor="middle")
-        for r in range(self.layout.rows):
-            y = body + r * (self.side + _CAPTION)
-            if r < len(self.layout.methods):
-                method = self.layout.methods[r]
-                sheet.text((start - 12, y + self.side / 2 + 5), method, _LETTERS, anchor="right")
-            for k in range(len(self.layout.epsilons)):
-                self._cell(sheet, (start + k * self.step, y), (r, k), number)
+        rows[0, 0].set_title("image", color=FAINT, fontsize=9)
+        _tile(rows[0, 0], picture(self.colors[number], side=_SIDE), truth, "true class", INK)
+        for axes, epsilon in zip(rows[0, 2:], self.layout.epsilons, strict=True):
+            axes.set_title(f"ε = {epsilon_text(epsilon)}", color=FAINT, fontsize=9)
+        for axes, method in zip(rows[:, 1], self.layout.methods, strict=False):
+            axes.text(1, 0.5, method, ha="right", va="center")
+        for (row, column), axes in np.ndenumerate(rows[:, 2:]):
+            self._cell(axes, row, column, number)
 
-    def _cell(
-        self, sheet: Sheet, corner: tuple[int, int], place: tuple[int, int], number: int
-    ) -> None:
-        found = self.layout.cells.get(place)
-        guaranteed = self.layout.epsilons[place[1]] is not None
+    def _cell(self, axes: Any, row: int, column: int, number: int) -> None:
+        found = self.layout.cells.get((row, column))
+        guaranteed = self.layout.epsilons[column] is not None
         if found is None:
-            if guaranteed and place[0] < len(self.layout.methods):
-                middle = (corner[0] + self.side / 2, corner[1] + self.side / 2 + 4)
-                sheet.box(corner, (self.side, self.side))
-                sheet.text(middle, "no run", _SMALL, fill=FAINT, anchor="middle")
+            if guaranteed and row < len(self.layout.methods):
+                axes.text(0.5, 0.5, "no run", color=FAINT, ha="center", va="center")
             return
         view = self.views[found][number]
-        tile = overlay(self.colors[number], view.saliency, side=self.side, peak=self.peak)
-        sheet.paste(tile, corner)
-        right = view.predicted == int(self.images.labels[number])
         second = percent(view.confidence)
         if not guaranteed:  # it belongs to no row, so it says itself what it is
             entry = self.entries[found]
             nominal = "" if entry.nominal is None else f" ({entry.nominal:g})"
             second += f" · {entry.method}{nominal}"
-        name = self.classes[view.predicted]
-        self._caption(sheet, corner, name, second, RIGHT if right else WRONG)
-
-    def _caption(
-        self, sheet: Sheet, corner: tuple[int, int], first: str, second: str, color: str
-    ) -> None:
-        x, y = corner[0], corner[1] + self.side
-        sheet.text((x, y + 17), first, _LETTERS, fill=color, longest=self.side)
-        sheet.text((x, y + 34), second, _SMALL, fill=FAINT, longest=self.side)
-
-    def _scale(self, sheet: Sheet, y: int) -> None:
-        """The one color scale of all maps, with its ends, and what the letters' colors say."""
-        x = float(_MARGIN)
-        for text in (self.maps, "0 "):
-            sheet.text((x, y), text, _SMALL, fill=FAINT)
-            x += text_width(text, _SMALL)
-        sheet.paste(color_bar(160, 12), (round(x), y - 11))
-        x += 168
-        top = f"{self.peak:.1f} times the map's mean, or more      "
-        sheet.text((x, y), top, _SMALL, fill=FAINT)
-        x += text_width(top, _SMALL)
-        for text, color in (("answer: ", FAINT), ("right ", RIGHT), (" wrong", WRONG)):
-            sheet.text((x, y), text, _SMALL, fill=color)
-            x += text_width(text, _SMALL)
+        shown = overlay(self.colors[number], view.saliency, side=_SIDE, peak=self.peak)
+        right = view.predicted == int(self.images.labels[number])
+        _tile(axes, shown, self.classes[view.predicted], second, RIGHT if right else WRONG)
 
 
-def _blocks_across(count: int, block: tuple[int, int]) -> int:
+def _tile(axes: Any, shown: Any, first: str, second: str, color: str) -> None:
+    axes.axis("on")
+    tile(axes, shown, f"{shortened(first, 20)}\n{shortened(second, 24)}", color=color)
+
+
+def _blocks_across(count: int, block: float) -> int:
     """How many blocks side by side bring the figure nearest to the shape it had best have."""
-
-    def distance(across: int) -> float:
-        shape = across * block[0] / (math.ceil(count / across) * block[1])
-        return abs(math.log(shape / _WIDE))
-
     # An unfilled last row looks unfinished: rather a less handsome shape.
     whole = [n for n in range(1, count + 1) if count % n == 0]
-    return min(whole, key=distance)
+    return min(whole, key=lambda across: abs(math.log(across**2 * block / count / _WIDE)))

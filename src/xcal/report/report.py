@@ -2,71 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO
-from xcal.report.figures import DARK, LIGHT, Figure
+from xcal.methods.registry import METHODS
+from xcal.report.figures import Figure
 from xcal.report.run_figures import (
     RunView,
-    Tile,
     course_figures,
     facts,
     findings_table,
-    panel_rows,
     read_run,
     result_figure,
     runs_table,
     spending_figures,
 )
-from xcal.report.study_view import is_study, study_view
-from xcal.report.words import Table
-from xcal.studies.statistics import Verdict
+from xcal.report.run_panel import panel_of
+from xcal.report.study_view import is_study, study_page
+from xcal.report.template import Page, page_html, save_page
 
 SIMULATED = "python -m reproduce report"  # from a checkout: what reports studies' results
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Pictures of one heading, row by row."""
-
-    title: str
-    rows: tuple[tuple[Tile, ...], ...]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Page:
-    """What a page says, whatever it is about; a template that extends the page's may take more."""
-
-    question: str
-    answers: Sequence[str]
-    runs: Sequence[RunView] = ()
-    runs_table: Table | None = None
-    findings_table: Table | None = None  # AUROC by finding, where runs tell several at once
-    lead: Figure | None = None  # the one figure beside the answer
-    runs_question: str = "How good is each model?"
-    course_figures: Sequence[Figure] = ()
-    budget_figures: Sequence[Figure] = ()
-    notices: Sequence[str] = ()
-    panels: Sequence[Panel] = ()
-    absent: str = ""  # whose images are not on this machine
-    commands: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def run_figures(self) -> list[Figure]:
-        """All of the runs' figures, in the order they stand on the page."""
-        lead = [] if self.lead is None else [self.lead]
-        return [*lead, *self.course_figures, *self.budget_figures]
-
 
 OnPart = Callable[[str], None]  # what is being done now
 
@@ -86,24 +44,13 @@ def gather(folders: Sequence[Path]) -> tuple[RunView, ...]:
                 + (f" A study's results are reported by `{SIMULATED}`." if studies else "")
             )
         runs += [read_run(path, path.name) for path in found]
-    runs.sort(key=lambda r: _rank(r.method))
-    return tuple(_named(runs))
-
-
-def _rank(method: str) -> int:
-    order = ("fl", "centralized", "fl-dp", "agp", "agp-dp", "xcal-paper", "xcal-steered", "xcal")
-    return order.index(method) if method in order else len(order)
-
-
-def _named(runs: Sequence[RunView]) -> list[RunView]:
-    """Folders of the same name are told apart by their parents'."""
+    order = list(METHODS)
+    runs.sort(key=lambda r: order.index(r.method) if r.method in order else len(order))
     names = [run.name for run in runs]
-    return [
-        RunView(**{**r.__dict__, "name": f"{r.path.parent.name}/{r.name}"})
-        if names.count(r.name) > 1
-        else r
+    return tuple(  # folders of the same name are told apart by their parents'
+        replace(r, name=f"{r.path.parent.name}/{r.name}") if names.count(r.name) > 1 else r
         for r in runs
-    ]
+    )
 
 
 def _runs_answer(runs: Sequence[RunView]) -> str:
@@ -171,17 +118,13 @@ def runs_page(
     """One sentence and one figure; then a question a section; details folded."""
     progress("drawing figures")
     courses, spent = course_figures(runs), spending_figures(runs)
-    result = result_figure(runs)
-    if result is not None:
-        lead: Figure | None = result
-    else:
-        lead, courses = (courses[0], courses[1:]) if courses else (None, [])
-    finished = all(run.finished for run in runs)
-    rows: list[list[Tile]] = []
-    told = ""
-    if panel_images and finished:
+    lead: Figure | None = result_figure(runs)
+    if lead is None and courses:
+        lead, *courses = courses
+    panel = None
+    if panel_images and all(run.finished for run in runs):
         progress("drawing where the models look")
-        rows, told = panel_rows(runs, panel_images, maps)
+        panel = panel_of(runs, panel_images, maps)
     several = len(runs) > 1
     return Page(
         "What came out, and what was promised?",
@@ -194,94 +137,9 @@ def runs_page(
         course_figures=courses,
         budget_figures=spent,
         notices=_notices(runs),
-        panels=[Panel("The runs of this report", tuple(map(tuple, rows)), told)] if rows else [],
+        panels=[] if panel is None else [panel],
         commands=[facts(run) for run in runs],
     )
-
-
-def page_html(
-    page: Page,
-    template: str = "report.html",
-    folder: Path | None = None,
-    figures: Sequence[Figure] = (),
-    live: bool = False,
-    **more: Any,
-) -> str:
-    """The page as HTML. Every text from outside is escaped; scripts and images are part of it.
-
-    `live`: it asks the server that it came from for what is new.
-
-    A `template` in another `folder` may extend `report.html`, and takes `more`; its own `figures`
-    are drawn by the page's script as those of the runs are.
-    """
-    from plotly.offline import get_plotlyjs
-
-    everything = [*page.run_figures, *figures]
-    loaders: list[jinja2.BaseLoader] = [jinja2.PackageLoader("xcal", "report")]
-    if folder is not None:
-        loaders.insert(0, jinja2.FileSystemLoader(folder))
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["code"] = _code
-    environment.filters["cell"] = _cell
-    environment.filters["class_of"] = _class_of
-    return environment.get_template(template).render(
-        page=page,
-        figures=_script_json([f.plotly() for f in everything]),
-        palettes=_script_json({"light": LIGHT, "dark": DARK}),
-        plotly=Markup(get_plotlyjs().replace("</script", "<\\/script")) if everything else "",
-        light=LIGHT,
-        dark=DARK,
-        live=live,
-        **more,
-    )
-
-
-def _class_of(cell: object) -> str:
-    """A verdict that shows something stands out."""
-    return f"is-{cell}" if isinstance(cell, Verdict) and cell.shows else ""
-
-
-def _script_json(value: Any) -> Markup:
-    """JSON that can stand inside a script: nothing in it can close the element."""
-    text = json.dumps(value, ensure_ascii=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
-def _code(text: str) -> Markup:
-    """`names` in back quotes become code; everything else is escaped."""
-    parts = str(text).split("`")
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if i % 2 else part for i, part in enumerate(parts)
-    )
-
-
-# Spaces at which a cell may break: not inside brackets, nor beside a sign that joins two numbers.
-_BREAK = re.compile(r" (?![^\[(]*[\])])(?![±=%])(?<![±=] )")
-
-
-def _cell(text: str) -> Markup:
-    """As `_code`; a cell that must break does so between a value, its interval and its record."""
-    made = Markup("")
-    for i, part in enumerate(str(text).split("`")):
-        if i % 2:
-            made += Markup("<code>{}</code>").format(part)
-            continue
-        pieces = _BREAK.split(part)
-        made += Markup(" ").join(
-            Markup('<span class="keep">{}</span>').format(p) if re.search("[ -]", p) else p
-            for p in pieces
-        )
-    return made
-
-
-def save_page(path: Path, html: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"The report {path} was not saved: {error.strerror}.") from None
 
 
 def save_report(
@@ -295,15 +153,7 @@ def save_report(
     """Runs, or one study of `xcal study`, on a page at `path`."""
     progress("reading")
     if len(folders) == 1 and is_study(folders[0]):
-        shown = study_view(folders[0])
-        page = Page(
-            shown.question,
-            [shown.answer],
-            runs_table=shown.table,
-            lead=shown.figure,
-            runs_question="What was measured?",
-            commands=shown.commands,
-        )
+        page = study_page(folders[0])
     else:
         page = runs_page(gather(folders), panel_images=panel_images, maps=maps, progress=progress)
     progress("writing the page")

@@ -1,32 +1,20 @@
-"""Finished runs for the report: their numbers, their courses, and where their models look."""
+"""Finished runs for the report: their numbers and their courses."""
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
-from xcal.data.normalize import to_tensor
 from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
-from xcal.explain.choosing import AUTO
-from xcal.explain.overlay import overlay, picture
 from xcal.federation.files import read_json
 from xcal.federation.folder import RunFolder
-from xcal.federation.preflight import why_unexplained
-from xcal.federation.setup import may_measure
 from xcal.methods.registry import method_of, name_today
 from xcal.report.figures import DASHES, Figure, Line, thinned, tone
-from xcal.report.mapping import map_of_run
-from xcal.report.panel import Entry, choose_images, image_views, shared_peak
-from xcal.report.runs import load_data, load_run
-from xcal.report.words import NOTHING, Table, epsilon_text
+from xcal.report.words import NOTHING, Table, epsilon_text, number_text
 
 # Beyond so many clients a budget figure is a thicket: the others are said to be left out.
 CLIENTS_SHOWN = 10
@@ -92,60 +80,42 @@ def _so_far(folder: RunFolder, rounds: Sequence[dict[str, Any]]) -> dict[str, An
     }
 
 
-def _text(value: float | None, digits: int = 3) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}".replace("-", "−")
-
-
 def _masked_text(result: Mapping[str, Any]) -> str:
     promised = result.get("epsilon_masked")
     return NOTHING if promised is None else f"{epsilon_text(promised)}, {result['honest']}"
 
 
 def runs_table(runs: Sequence[RunView]) -> Table:
-    # What a trusted server promises per client is never put into one column with record level.
-    central = any(run.result.get("epsilon_client") is not None for run in runs)
-    masked = any(run.result.get("epsilon_masked") is not None for run in runs)
-    rows = []
-    for run in runs:
-        r = run.result
-        rows.append(
-            (
-                run.name,
-                str(r["data"]),
-                str(r["network"]),
-                _text(r["macro_f1"]),
-                _text(r["road"]),
-                epsilon_text(r["epsilon_target"]),
-                *((epsilon_text(r.get("epsilon_client")),) if central else ()),
-                *((_masked_text(r),) if masked else ()),
-                _text(r["epsilon_paper"], 2),
-                r["unit"] or NOTHING,
-                _text(r["mean_sigma"]),
-                str(sum(c["steps"] for c in r["clients"])),
-                _text(r["seconds"], 0),
-            )
-        )
-    head = (
-        "run",
-        "data",
-        "network",
-        "macro F1",
-        "ROAD",
-        "ε proved",
-        *(("ε per client, server trusted",) if central else ()),
-        *(("ε under masks, honest sites",) if masked else ()),
-        "ε paper",
-        "unit",
-        "mean σ",
-        "steps",
-        "seconds",
-    )
+    """A row a run; columns that say nothing of any run are left out."""
+    columns: dict[str, Callable[[RunView, Mapping[str, Any]], str]] = {
+        "run": lambda run, _: run.name,
+        "data": lambda _, r: str(r["data"]),
+        "network": lambda _, r: str(r["network"]),
+        "macro F1": lambda _, r: number_text(r["macro_f1"]),
+        "ROAD": lambda _, r: number_text(r["road"]),
+        "ε proved": lambda _, r: epsilon_text(r["epsilon_target"]),
+        # What a trusted server promises per client is never put into one column with record level.
+        "ε per client, server trusted": lambda _, r: epsilon_text(r.get("epsilon_client")),
+        "ε under masks, honest sites": lambda _, r: _masked_text(r),
+        "ε paper": lambda _, r: number_text(r["epsilon_paper"], 2),
+        "unit": lambda _, r: r["unit"] or NOTHING,
+        "mean σ": lambda _, r: number_text(r["mean_sigma"]),
+        "steps": lambda _, r: str(sum(c["steps"] for c in r["clients"])),
+        "seconds": lambda _, r: number_text(r["seconds"], 0),
+    }
+    for key, head in (
+        ("epsilon_client", "ε per client, server trusted"),
+        ("epsilon_masked", "ε under masks, honest sites"),
+    ):
+        if all(run.result.get(key) is None for run in runs):
+            del columns[head]
+    rows = tuple(tuple(cell(run, run.result) for cell in columns.values()) for run in runs)
     note = (
         "Macro F1 and ROAD on test images. ε proved: for what ran, against the server; ∞ is no"
         " guarantee. ε paper: by the paper's own accounting. One run each: a difference between two"
         " runs proves nothing."
     )
-    return Table("Runs", head, tuple(rows), note)
+    return Table("Runs", tuple(columns), rows, note)
 
 
 def findings_table(runs: Sequence[RunView]) -> Table | None:
@@ -156,7 +126,7 @@ def findings_table(runs: Sequence[RunView]) -> Table | None:
         return None
     names = list(dict.fromkeys(n for _, found in several for n in found["auroc_per_finding"]))
     rows = [
-        (run, _text(found["auroc"]), *(_text(found["auroc_per_finding"].get(n)) for n in names))
+        (run, *map(number_text, (found["auroc"], *map(found["auroc_per_finding"].get, names))))
         for run, found in several
     ]
     note = "AUROC on test images, of each finding by itself, and their mean; 0.5 is chance."
@@ -170,26 +140,29 @@ def course_figures(runs: Sequence[RunView]) -> list[Figure]:
         ("validation_macro_f1", "validation macro F1"),
         ("road_validation", "validation ROAD"),
     ):
-        lines: list[Line] = []
-        words: list[str] = []
+        lines, words = [], []
         for number, run in enumerate(runs):
-            points = [(r["round"] + 1, r[key]) for r in run.rounds if r.get(key) is not None]
+            points = _points(run.rounds, key, [r["round"] + 1 for r in run.rounds])
             if points:
                 x, y = zip(*points, strict=True)
                 lines.append(Line(run.name, x, y, _tone(runs, number)))
                 words.append(f"{run.name} from {y[0]:.3f} to {y[-1]:.3f}")
         if lines:
-            made.append(
-                Figure(
-                    f"rounds-{key.replace('_', '-')}",
-                    f"{label[:1].upper()}{label[1:]} by round",
-                    f"{label} after each round: {'; '.join(words)}.",
-                    "round",
-                    label,
-                    tuple(lines),
-                )
-            )
+            alt = f"{label} after each round: {'; '.join(words)}."
+            name = f"rounds-{key.replace('_', '-')}"
+            made.append(Figure(name, _by(label, "by round"), alt, "round", label, tuple(lines)))
     return made
+
+
+def _points(
+    records: Iterable[Mapping[str, Any]], key: str, places: Iterable[int]
+) -> list[tuple[int, float]]:
+    """What is known of `key`, each at its round or step."""
+    return [(x, r[key]) for x, r in zip(places, records, strict=False) if r.get(key) is not None]
+
+
+def _by(label: str, what: str) -> str:
+    return f"{label[:1].upper()}{label[1:]} {what}"
 
 
 def spending_figures(runs: Sequence[RunView]) -> list[Figure]:
@@ -240,46 +213,44 @@ def _by_client(run: RunView) -> dict[str, list[dict[str, Any]]]:
 
 def _step_figures(runs: Sequence[RunView]) -> list[Figure]:
     made = []
-    for key, label, alt in (
-        ("sigma", "noise multiplier σ", "The noise multiplier of each step"),
-        ("signal", "released signal", "The released signal of the steps that carry one"),
+    released = "All of it was released with noise, or follows from what was."
+    for key, label, alt, caption in (
+        ("sigma", "noise multiplier σ", "The noise multiplier of each step", released),
+        (
+            "signal",
+            "released signal",
+            "The released signal of the steps that carry one",
+            f"{released} A mean of scores, so noise carries it outside 0 to 1.",
+        ),
     ):
         lines, words = [], []
         for number, run in enumerate(runs):
             for client, steps in list(_by_client(run).items())[:1]:
-                points = [(i + 1, s[key]) for i, s in enumerate(steps) if s.get(key) is not None]
+                points = _points(steps, key, count(1))
                 if not any(value for _, value in points):  # without noise there is none to show
                     continue
-                x, y = zip(*thinned(points), strict=True)
-                lines.append(
-                    Line(
-                        run.name,
-                        x,
-                        y,
-                        _tone(runs, number),
-                        mode="lines",
-                        label=f"{run.name}, client {client}",
-                    )
-                )
+                lines.append(_client_line(runs, number, client, thinned(points)))
+                y = [value for _, value in thinned(points)]
                 words.append(f"{run.name} between {min(y):.3f} and {max(y):.3f}")
         if lines:
-            made.append(
-                Figure(
-                    f"steps-{key}",
-                    f"{label[:1].upper()}{label[1:]} over the steps of client 0",
-                    f"{alt}: {'; '.join(words)}.",
-                    "step",
-                    label,
-                    tuple(lines),
-                    caption="All of it was released with noise, or follows from what was."
-                    + (
-                        " A mean of scores, so noise carries it outside 0 to 1."
-                        if key == "signal"
-                        else ""
-                    ),
-                )
-            )
+            title = _by(label, "over the steps of client 0")
+            told = f"{alt}: {'; '.join(words)}."
+            figure = Figure(f"steps-{key}", title, told, "step", label, tuple(lines))
+            made.append(replace(figure, caption=caption))
     return made
+
+
+def _client_line(
+    runs: Sequence[RunView],
+    number: int,
+    client: str,
+    points: Sequence[tuple[int, float]],
+    style: int = 0,
+) -> Line:
+    x, y = zip(*points, strict=True)
+    name = runs[number].name
+    label = f"{name}, client {client}"
+    return Line(name, x, y, _tone(runs, number), style=style, mode="lines", label=label)
 
 
 def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
@@ -288,26 +259,12 @@ def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
         clients = _by_client(run)
         spent = {str(c["id"]): c.get("epsilon_spent") for c in run.result["clients"]}
         for k, (client, steps) in enumerate(list(clients.items())[:CLIENTS_SHOWN]):
-            points = [
-                (i + 1, s["share_spent"])
-                for i, s in enumerate(steps)
-                if s.get("share_spent") is not None
-            ]
+            points = thinned(_points(steps, "share_spent", count(1)), 120)
             if any(value for _, value in points):
-                x, y = zip(*thinned(points, 120), strict=True)
-                lines.append(
-                    Line(
-                        run.name,
-                        x,
-                        y,
-                        _tone(runs, number),
-                        style=k % len(DASHES),
-                        mode="lines",
-                        label=f"{run.name}, client {client}",
-                    )
-                )
-                told = spent_text(spent.get(client), y[-1])
-                words.append(f"{run.name}, client {client}: {told} in {x[-1]} steps")
+                lines.append(_client_line(runs, number, client, points, k % len(DASHES)))
+                last, share = points[-1]
+                told = spent_text(spent.get(client), share)
+                words.append(f"{lines[-1].label}: {told} in {last} steps")
     if not lines:
         return None
     return Figure(
@@ -321,88 +278,6 @@ def _budget_figure(runs: Sequence[RunView]) -> Figure | None:
         caption="1 is the whole budget; the filter lets nobody past it. The share is not that of ε,"
         " most of which goes with the first steps.",
     )
-
-
-# --- where the models look ------------------------------------------------------------------------
-
-
-def data_uri(drawn: Image.Image) -> str:
-    stream = io.BytesIO()
-    drawn.save(stream, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode("ascii")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One picture of the panel."""
-
-    uri: str
-    alt: str
-    caption: str
-    verdict: str  # right, wrong or nothing
-
-
-def panel_rows(
-    runs: Sequence[RunView], count: int = 4, maps: str = AUTO
-) -> tuple[list[list[Tile]], str]:
-    """One row an image: the image, every run's map over it, on one scale; how maps were made."""
-    entries = [Entry(r.method, r.result["epsilon_target"], load_run(r.path)) for r in runs]
-    runs, entries = _explained(runs, entries)
-    if not entries:
-        return [], ""
-    first = entries[0].run
-    if first.multi_label:
-        return [], ""
-    like = [
-        (r, e)
-        for r, e in zip(runs, entries, strict=True)
-        if (e.run.experiment.data, e.run.experiment.pixels, e.run.classes)
-        == (first.experiment.data, first.experiment.pixels, first.classes)
-    ]
-    # Images of a real population are shown only where somebody agreed to it, in every run.
-    if not all(may_measure(entry.run.experiment) for _, entry in like):
-        return [], ""
-    images = choose_images(load_data(first).test, count, len(first.classes))
-    if not len(images):
-        return [], ""
-    choices = [map_of_run(entry.run, maps) for _, entry in like]
-    views = [
-        image_views(entry.run, images, choice.method)
-        for (_, entry), choice in zip(like, choices, strict=True)
-    ]
-    peak = shared_peak(views)
-    colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
-    side = max(128, images.pixels.shape[1])
-    rows = []
-    for i in range(len(images)):
-        truth = first.classes[int(images.labels[i])]
-        row = [Tile(data_uri(picture(colors[i], side=side)), f"Test image of {truth}", truth, "")]
-        for (run, _), seen in zip(like, views, strict=True):
-            said = first.classes[seen[i].predicted]
-            drawn = overlay(colors[i], seen[i].saliency, side=side, peak=peak)
-            row.append(
-                Tile(
-                    data_uri(drawn),
-                    f"The same image under {run.name}, its map laid over it; it answers {said}",
-                    f"{run.name}: {said}, {100 * seen[i].confidence:.0f} %",
-                    "right" if said == truth else "wrong",
-                )
-            )
-        rows.append(row)
-    told = (f"{run.name}: {c.sentence()}" for (run, _), c in zip(like, choices, strict=True))
-    return rows, " ".join(told)
-
-
-def _explained(
-    runs: Sequence[RunView], entries: Sequence[Entry]
-) -> tuple[list[RunView], list[Entry]]:
-    """Those whose network says where it looked."""
-    both = [
-        (run, entry)
-        for run, entry in zip(runs, entries, strict=True)
-        if why_unexplained(entry.run.model, entry.run.experiment.pixels) is None
-    ]
-    return [run for run, _ in both], [entry for _, entry in both]
 
 
 def facts(run: RunView) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,12 +170,12 @@ class Trained:
             images = list(images)
         own = next(self.model.parameters())
         parts = [np.zeros((0, len(self.classes)))]
-        done = 0
-        for some in _batches(images):
-            inputs = torch.stack([self._input(image) for image in some]).to(own.device)
+        for start in range(0, len(images), _AT_ONCE):
+            end = min(start + _AT_ONCE, len(images))
+            some = [self._input(images[i]) for i in range(start, end)]
+            inputs = torch.stack(some).to(own.device)
             parts.append(predict_logits(self.model, inputs).double().cpu().numpy())
-            done += len(some)
-            on_images(done, len(images))
+            on_images(end, len(images))
         return np.concatenate(parts)
 
     def _input(self, image: Any) -> Tensor:
@@ -248,17 +248,6 @@ class _Decoded(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return to_tensor(np.asarray(self._pixels[index])[None])[0]
-
-
-def _batches(images: Iterable[Any]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
-    for image in images:
-        batch.append(image)
-        if len(batch) == _AT_ONCE:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _picture(values: NDArray[Any]) -> Image.Image:

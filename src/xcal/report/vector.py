@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xcal.errors import UserError, how_to_install
+from xcal.errors import UserError
+from xcal.plotting import picture, require
 from xcal.report.figures import LIGHT, Figure, Line
 
 _DASHES = ("-", "--", ":", "-.", (0, (8, 3)))
@@ -15,24 +16,15 @@ _MARKS = "osD^P"
 
 def save_figures(folder: Path, figures: Iterable[Figure]) -> None:
     """Each figure as two vector files."""
+    require()
     try:
-        import matplotlib
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise UserError(f"Vector figures need matplotlib: {how_to_install('figures')}.") from None
-    # Letters stay letters, so that a journal can set them; nothing global is left changed.
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "font.size": 9}):
-        for figure in figures:
-            drawn = Canvas(figsize=(4.5, 3.2), layout="constrained")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} could not be written: {error.strerror}.") from None
+    for figure in figures:
+        paths = [folder / f"{figure.id}.{ending}" for ending in ("svg", "pdf")]
+        with picture(*paths, width=450, height=320, layout="constrained") as drawn:
             _draw(drawn.add_subplot(), figure)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                for ending in ("svg", "pdf"):
-                    # Without a date, the same results give the same file.
-                    when = {"Date": None} if ending == "svg" else {"CreationDate": None}
-                    drawn.savefig(folder / f"{figure.id}.{ending}", metadata=when)
-            except OSError as error:
-                raise UserError(f"{folder} could not be written: {error.strerror}.") from None
 
 
 def _draw(axes: Any, figure: Figure) -> None:

@@ -26,5 +26,12 @@ class Table:
         return "\n".join(lines)
 
 
-def epsilon_text(epsilon: float | None) -> str:
-    return "∞" if epsilon is None else f"{epsilon:g}"
+def number_text(value: float | None, digits: int = 3) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}".replace("-", "−")
+
+
+def epsilon_text(epsilon: float | None, nominal: float | None = None) -> str:
+    """ε proved; where there is none, ∞ with the nominal ε beside it, if there is one."""
+    if epsilon is not None:
+        return f"{epsilon:g}"
+    return "∞" if nominal is None else f"∞ (nominal {nominal:g})"

@@ -1,8 +1,8 @@
 """One cell in a process of its own: train, measure, write the result, remove what it took.
 
-Started by the runner as a module of its own, with its orders as one line of JSON on standard input.
-The line stays open as long as the runner lives: when it closes, so does the cell, and what it had
-trained is taken up again by the next one.
+The runner starts this module and gives it orders, a line of JSON each, on standard input. Each is
+carried out in a process forked from this one, which has imported everything already. When the line
+closes, or this process ends, so does the cell, and what it had trained is resumed by the next one.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import shutil
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
@@ -31,13 +35,31 @@ from xcal.federation.coordinator import Diverged
 from xcal.federation.files import FolderBusy, read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
-from xcal.federation.outcome import map_for
+from xcal.federation.outcome import map_for, temperature_of
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.models.model_registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
 from xcal.studies.store import ROAD_STEP, Results, TestSet, group_numbers, pack, rank_images
 
-Further = Callable[[torch.nn.Module, Federation], dict[str, Any]]  # what else is measured
+
+class Measuring:
+    """How a cell's model is measured; a study that measures more, or faster, has its own."""
+
+    def prepare(self, federation: Federation) -> None:
+        """Before training: whatever makes it faster and changes nothing."""
+
+    def answering(self, model: nn.Module) -> nn.Module:
+        """What is asked for answers in its place."""
+        return model
+
+    def maps(self, model: nn.Module, images: Tensor, method: str) -> Tensor:
+        return make_maps(model, images, method=method)
+
+    def further(
+        self, model: nn.Module, federation: Federation, images: Tensor, temperature: float | None
+    ) -> dict[str, Any]:
+        """What else is told of it; `images` are the explained ones."""
+        return {}
 
 
 class Talk:
@@ -73,7 +95,7 @@ def run_cell(
     command: str,
     talk: Talk,
     changes: Mapping[str, Any] | None = None,
-    further: Further | None = None,
+    measuring: Measuring | None = None,
 ) -> tuple[dict[str, Any], TestSet | None]:
     """The result of the cell and the test set it was measured on; resumes what stands in `work`.
 
@@ -87,6 +109,8 @@ def run_cell(
             f"Studies compare runs by classes of which one is right, and {federation.data.name} is"
             " of several findings at once: train it with `xcal run`."
         )
+    measuring = measuring or Measuring()
+    measuring.prepare(federation)
     if (work / "run.json").exists():
         folder = RunFolder.find(work)
     else:
@@ -107,7 +131,7 @@ def run_cell(
         for c in result["clients"]
     ]
     values["rounds"] = _rounds(folder)
-    values |= measure(folder, federation, cell.explained, further)
+    values |= measure(folder, federation, cell.explained, measuring)
     values["seconds"] = round(result["seconds"], 1)
     values["seconds_in_all"] = round(time.monotonic() - began, 1)
     return values, test_set_of(federation)
@@ -175,7 +199,7 @@ def test_set_of(federation: Federation) -> TestSet:
 
 
 def measure(
-    folder: RunFolder, federation: Federation, explained: int, further: Further | None = None
+    folder: RunFolder, federation: Federation, explained: int, measuring: Measuring
 ) -> dict[str, Any]:
     """What pairs of cells are compared by: predictions, how images rank, ROAD of images."""
     data, experiment = federation.data, federation.experiment
@@ -197,18 +221,28 @@ def measure(
     chosen = explained_subset(test.groups, explained)
     inputs = to_tensor(np.asarray(test.pixels[chosen])).to(device)
     choice = map_for(experiment, model, lambda: data.validation, experiment.map_method)
-    maps = make_maps(model, inputs, method=choice.method)
-    scores = road(model, inputs, maps, RoadSettings())
+    temperature = temperature_of(model, federation)
+    maps = measuring.maps(model, inputs, choice.method)
+    scores = road(measuring.answering(model), inputs, maps, RoadSettings())
     values |= {
         "road": _rounded(scores.road),
         "road_logit_percent": _rounded(scores.road_logit_percent, 3),
         "road_images": pack(chosen.astype(np.int32)),
-        "road_scores": pack(np.round(scores.scores / ROAD_STEP).astype(np.int16)),
+        "road_scores": packed_scores(scores.scores),
         "constant_maps": scores.constant_maps,
     }
+    if temperature is not None:
+        matched = scores.matched(temperature)
+        values |= {"temperature": _rounded(temperature), "road_matched": _rounded(matched.mean())}
+        values["road_matched_scores"] = packed_scores(matched)
     if choice.method != DEFAULT:
         values["map_method"] = choice.method
-    return values | (further(model, federation) if further is not None else {})
+    return values | measuring.further(model, federation, inputs, temperature)
+
+
+def packed_scores(scores: NDArray[np.float64]) -> str:
+    """ROAD of each image, in steps of `ROAD_STEP`."""
+    return pack(np.round(scores / ROAD_STEP).astype(np.int16))
 
 
 def _answers(folder: RunFolder) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -217,12 +251,11 @@ def _answers(folder: RunFolder) -> tuple[NDArray[np.int64], NDArray[np.float64]]
         return found["predicted"], found["probabilities"]
 
 
-def _end_with_the_runner() -> None:
-    """Wait for the runner's end of the line to close, however it ended, then end at once."""
+def _end_with(alive: int) -> None:
+    """Wait until nobody holds the other end of the pipe `alive` any more, then end at once."""
 
     def wait() -> None:
-        # Not through sys.stdin: a buffer that a thread holds cannot be closed at a good end.
-        while os.read(0, 1):
+        while os.read(alive, 1):
             pass
         os._exit(1)
 
@@ -240,10 +273,8 @@ def _held(lock: Path) -> bool:
     return True
 
 
-def main(further: Further | None = None) -> int:
-    orders = json.loads(sys.stdin.buffer.readline())
-    _end_with_the_runner()
-    torch.set_num_threads(1)
+def carry_out(orders: dict[str, Any], measuring: Measuring | None = None) -> int:
+    """One cell, from its orders to its result; the exit code of its process."""
     cell = Cell(orders["scale"], orders["keys"], orders["explained"], orders["variant"])
     work, results = Path(orders["work"]), Results(Path(orders["results"]))
     talk = Talk()
@@ -252,7 +283,7 @@ def main(further: Further | None = None) -> int:
     if not _held(lock) or results.has(cell):
         return BUSY
     try:
-        values, test = run_cell(cell, work, orders["command"], talk, orders["changes"], further)
+        values, test = run_cell(cell, work, orders["command"], talk, orders["changes"], measuring)
     except FolderBusy:  # `xcal run --resume` of a user
         return BUSY
     except UserError as error:
@@ -271,6 +302,45 @@ def main(further: Further | None = None) -> int:
         road=values.get("road"),
         seconds=values.get("seconds_in_all"),
     )
+    return 0
+
+
+def _forked(orders: dict[str, Any], measuring: Measuring | None) -> int:
+    """The cell in a child of this process: its exit code, or an end together with the runner."""
+    alive, held = os.pipe()  # the child sees its end when this process is gone
+    child = os.fork()
+    if child == 0:
+        os.close(held)
+        _end_with(alive)
+        os.dup2(os.open(orders["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), 2)
+        code = 1
+        try:
+            code = carry_out(orders, measuring)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(alive)
+    try:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            # Orders come one at a time: what can be read now is the runner's end.
+            if select.select([0], [], [], 0.1)[0]:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                os._exit(1)
+    finally:
+        os.close(held)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def main(measuring: Measuring | None = None) -> int:
+    torch.set_num_threads(1)
+    # What torch imports only with the first optimizer.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    for line in iter(sys.stdin.buffer.readline, b""):
+        print(json.dumps({"code": _forked(json.loads(line), measuring)}), flush=True)
     return 0
 
 

@@ -28,19 +28,19 @@ class Row:
 def rows_of(own: OwnGrid, results: Results) -> list[Row]:
     """A row a combination that has finished or diverged cells, in the order of the axes."""
     found = results.of_grid(own.grid)
-    by_place: dict[tuple[tuple[str, Any], ...], dict[Any, CellResult]] = {}
-    for at, cell in own.places:
+    by_setting: dict[tuple[tuple[str, Any], ...], dict[Any, CellResult]] = {}
+    for at, cell in own.settings:
         if cell in found:
-            place = tuple((k, v) for k, v in at.items() if k != "seed")
-            by_place.setdefault(place, {})[cell.seed] = found[cell]
+            setting = tuple((k, v) for k, v in at.items() if k != "seed")
+            by_setting.setdefault(setting, {})[cell.seed] = found[cell]
     rows = []
-    for place, cells in by_place.items():
+    for setting, cells in by_setting.items():
         ended = {seed: cell for seed, cell in cells.items() if cell.finished}
-        first = tuple((k, own.axes[k][0] if k == own.compared else v) for k, v in place)
-        others = {s: c for s, c in by_place.get(first, {}).items() if c.finished}
-        differences = {} if first == place else _differences(ended, others, results)
+        first = tuple((k, own.axes[k][0] if k == own.compared else v) for k, v in setting)
+        others = {s: c for s, c in by_setting.get(first, {}).items() if c.finished}
+        differences = {} if first == setting else _differences(ended, others, results)
         means = {m: summarize(v) for m in MEASURES if (v := _known(ended, m))}
-        rows.append(Row(dict(place), len(cells) - len(ended), means, differences))
+        rows.append(Row(dict(setting), len(cells) - len(ended), means, differences))
     return rows
 
 

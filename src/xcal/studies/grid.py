@@ -12,13 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import BEFORE_THE_KEY, RENAMED, Experiment, names_of_today, nearest, read_toml
+from xcal.config import Experiment, nearest, read_toml
 from xcal.errors import UserError
 from xcal.experiments import KEYS, make_experiment
+from xcal.first_edition import BEFORE_THE_KEY, RENAMED, names_of_today
 from xcal.methods.registry import XCAL_STEERED, get_method
 
 FAILED, BUSY = 2, 75  # a cell's exit codes: refused with a sentence; another process is at it
-COLUMNS = "columns"  # what tables call a network of which only a head on several stages trains
+PROBE = "probe"  # what tables call a network of which only a head on several stages trains
 STEERED = XCAL_STEERED.name
 EVERY_IMAGE = 10**6  # "all test images" as a number of images to explain
 # A cell's process decides these by itself; they change no result on one kind of device.
@@ -27,7 +28,7 @@ _BY_THE_PROCESS = {"threads": 1, "road_test_images": 0}
 
 def network_of(keys: Mapping[str, Any]) -> str:
     """What tables call the network of a cell with these keys."""
-    return str(keys["network"]) if keys.get("head_reads", "last") == "last" else COLUMNS
+    return str(keys["network"]) if keys.get("head_reads", "last") == "last" else PROBE
 
 
 def _of_today(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,11 +150,11 @@ class OwnGrid:
     """An experiment with axes: every combination of their values, each with its cell."""
 
     axes: Mapping[str, tuple[Any, ...]]
-    places: tuple[tuple[Mapping[str, Any], Cell], ...]
+    settings: tuple[tuple[Mapping[str, Any], Cell], ...]
 
     @property
     def grid(self) -> Grid:
-        return Grid("cells", "", without_repetition([cell for _, cell in self.places]))
+        return Grid("cells", "", without_repetition([cell for _, cell in self.settings]))
 
     @property
     def compared(self) -> str | None:
@@ -193,11 +194,11 @@ def own_grid(path: Path, words: Sequence[str] = (), seeds: int | None = None) ->
         axes["seed"] = tuple(range(seeds))
     # Seed by seed: what is finished early can be compared early.
     order = sorted(axes, key=lambda key: key != "seed")
-    places = []
+    settings = []
     for combination in itertools.product(*(axes[key] for key in order)):
         at = dict(zip(order, combination, strict=True))
-        places.append((at, _own_cell({**values, **at}, at)))
-    return OwnGrid(axes, tuple(places))
+        settings.append((at, _own_cell({**values, **at}, at)))
+    return OwnGrid(axes, tuple(settings))
 
 
 def _own_cell(values: Mapping[str, Any], at: Mapping[str, Any]) -> Cell:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -22,11 +23,12 @@ from typing import Any, Protocol
 
 from xcal.data.image_store import read_info
 from xcal.errors import UserError
-from xcal.studies.grid import BUSY, Cell, Grid, without_repetition
+from xcal.studies.grid import BUSY, PROBE, Cell, Grid, without_repetition
 from xcal.studies.store import Results
 
+TABLE_SECONDS = 120.0  # between two tables: each reads every finished cell
 # Rough needs of one process, in bytes: torch, the images, the activations of a chunk.
-MEMORY = {"small": 1.0e9, "resnet18": 2.5e9, "efficientnet_b0": 2.5e9, "columns": 2.0e9}
+MEMORY = {"small": 1.0e9, "resnet18": 2.5e9, "efficientnet_b0": 2.5e9, PROBE: 2.0e9}
 
 
 class Watcher(Protocol):
@@ -41,7 +43,7 @@ class Watcher(Protocol):
     def ended(self, cell: Cell, message: dict[str, Any]) -> None: ...
 
 
-class _Nobody:
+class NullWatcher:
     def begin(self, total: int, known: int) -> None: ...
 
     def started(self, cell: Cell) -> None: ...
@@ -132,28 +134,30 @@ def check_data(cells: Sequence[Cell]) -> None:
             raise UserError(f"{error} Or choose other data sets.") from None
 
 
-class _Running:
-    """One cell's process; its lines come into the runner's queue."""
+class _Worker:
+    """A process that runs one cell after another; its lines come into the runner's queue."""
 
-    def __init__(self, cell: Cell, options: Options, news: queue.Queue[Any]) -> None:
-        self.cell = cell
-        self.share = 0.0
-        self.began = time.monotonic()
+    def __init__(self, options: Options, news: queue.Queue[Any]) -> None:
+        self._options, self._news = options, news
         # A cell finds every module that its runner finds: a method of one's own, for instance.
         known = os.pathsep.join(p or os.getcwd() for p in sys.path)
         environment = {**os.environ, "PYTHONPATH": known}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", options.worker],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, cell: Cell) -> None:
+        options = self._options
+        self.cell, self.share, self.began = cell, 0.0, time.monotonic()
         self.log = options.work / cell.scale / f"{cell.id}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", options.worker],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment,
-            )
         orders = {
             "scale": cell.scale,
             "keys": dict(cell.keys),
@@ -164,30 +168,36 @@ class _Running:
             "command": options.command,
             "keep": options.keep,
             "changes": dict(options.changes),
+            "log": str(self.log),
         }
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(orders) + "\n")
-        self.process.stdin.flush()  # and left open: the cell lives as long as this line
-        threading.Thread(target=self._listen, args=(news,), daemon=True).start()
+        with suppress(BrokenPipeError):  # it died: its listener says so
+            self.process.stdin.write(json.dumps(orders) + "\n")
+            self.process.stdin.flush()
 
-    def _listen(self, news: queue.Queue[Any]) -> None:
+    def _listen(self) -> None:
         last: dict[str, Any] = {}
-        assert self.process.stdout is not None and self.process.stdin is not None
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             try:
-                last = json.loads(line)
+                said = json.loads(line)
             except ValueError:
                 continue
-            news.put((self, last))
-        code = self.process.wait()
-        self.process.stdout.close()
-        self.process.stdin.close()
-        news.put((self, {**last, "code": code}))
+            ended = "code" in said
+            last = {**last, **said} if ended else said
+            self._news.put((self, last))
+            last = {} if ended else last
+        self._news.put((self, {**last, "code": self.process.wait(), "gone": True}))
 
     def stop(self) -> None:
-        """It ends at once; its run stands where it last saved."""
+        """It ends at once, and its cell with it, whose run stands where it last saved."""
         if self.process.poll() is None:
             self.process.terminate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
 
     def complaint(self) -> str:
         lines = self.log.read_text().strip().splitlines() if self.log.exists() else []
@@ -199,20 +209,20 @@ def run_grid(
     options: Options,
     watcher: Watcher | None = None,
     clock: Callable[[], float] = time.monotonic,
-    whole: Callable[[], Grid] | None = None,
+    full_grid: Callable[[], Grid] | None = None,
 ) -> Outcome:
-    """Run the cells that the results lack, and write the grid's table whenever one ends.
+    """Run the cells that the results lack, and write the grid's table from time to time.
 
-    `whole` tells the study's full grid where `grid` is a part of it: the table shows what is there
+    `full_grid` tells all of the study where `grid` is a part of it: the table shows what is there
     of both. It is asked each time, for other runners finish cells too.
     """
 
     def listed() -> Grid:
-        full = () if whole is None else whole().cells
+        full = () if full_grid is None else full_grid().cells
         return replace(grid, cells=without_repetition((*full, *grid.cells)))
 
     listed()  # results that cannot be read are refused before anything starts
-    watcher = watcher or _Nobody()
+    watcher = watcher or NullWatcher()
     results = Results(options.results)
     missing = [cell for cell in grid.cells if not results.has(cell)]
     for cell in missing:  # a grid that cannot be run is refused before any of it is
@@ -224,8 +234,9 @@ def run_grid(
     outcome = Outcome(len(grid.cells), known)
     watcher.begin(len(grid.cells), known)
     deadline = None if options.limit_minutes is None else clock() + 60 * options.limit_minutes
-    waiting, running = list(missing), list[_Running]()
-    news: queue.Queue[tuple[_Running, dict[str, Any]]] = queue.Queue()
+    waiting, running, idle = list(missing), list[_Worker](), list[_Worker]()
+    news: queue.Queue[tuple[_Worker, dict[str, Any]]] = queue.Queue()
+    written = clock()
     try:
         while waiting or running:
             late = deadline is not None and clock() >= deadline
@@ -237,7 +248,9 @@ def run_grid(
                 if results.has(cell):  # another runner was quicker
                     outcome.finished += 1
                     continue
-                running.append(_Running(cell, options, news))
+                worker = idle.pop() if idle else _Worker(options, news)
+                worker.start(cell)
+                running.append(worker)
                 watcher.started(cell)
             try:
                 who, message = news.get(timeout=0.5)
@@ -245,17 +258,21 @@ def run_grid(
                 message = {}
             else:
                 who.share = message.get("share", who.share)
-                if "code" in message:
+                if "code" in message and who in running:
                     running.remove(who)
                     _settle(who, message, outcome, watcher, estimate)
-                    results.write_table(listed())
+                    if "gone" not in message:
+                        idle.append(who)
+                    if clock() - written > TABLE_SECONDS:
+                        results.write_table(listed())
+                        written = clock()
+                elif "gone" in message and who in idle:
+                    idle.remove(who)
             done = outcome.finished + sum(r.share for r in running)
             watcher.moved(done, _time_left(waiting, running, estimate, jobs))
     finally:
-        for process in running:
-            process.stop()
-        for process in running:
-            process.process.wait()
+        for worker in (*running, *idle):
+            worker.stop()
     others_made = [cell for cell in outcome.elsewhere if results.has(cell)]
     outcome.finished += len(others_made)
     outcome.elsewhere = [cell for cell in outcome.elsewhere if cell not in others_made]
@@ -264,7 +281,7 @@ def run_grid(
 
 
 def _settle(
-    who: _Running,
+    who: _Worker,
     message: dict[str, Any],
     outcome: Outcome,
     watcher: Watcher,
@@ -285,7 +302,7 @@ def _settle(
 
 
 def _time_left(
-    waiting: Sequence[Cell], running: Sequence[_Running], estimate: Estimate, jobs: int
+    waiting: Sequence[Cell], running: Sequence[_Worker], estimate: Estimate, jobs: int
 ) -> float | None:
     """Seconds until the grid is complete; None where nothing alike has ended yet."""
     total = 0.0

@@ -102,11 +102,11 @@ def group_weights(test: TestSet, draws: int, seed: int) -> FloatArray:
     # A group belongs to the class that most of its images have.
     votes = np.zeros((groups, len(test.classes)))
     np.add.at(votes, (test.groups, test.labels), 1)
-    site_dir = votes.argmax(axis=1)
+    class_of = votes.argmax(axis=1)
     generator = np.random.default_rng(seed)
     weights = np.zeros((draws, groups))
     for k in range(len(test.classes)):
-        members = np.flatnonzero(site_dir == k)
+        members = np.flatnonzero(class_of == k)
         if len(members):
             even = np.full(len(members), 1 / len(members))
             weights[:, members] = generator.multinomial(len(members), even, size=draws)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.config import RENAMED, names_of_today
 from xcal.errors import UserError
 from xcal.federation.files import write_bytes
+from xcal.first_edition import RENAMED, names_of_today
 from xcal.studies.grid import Cell, Grid
 
 ROAD_STEP = 1e-4  # scores of images are kept to this
@@ -283,7 +283,7 @@ def table_text(results: Mapping[Cell, CellResult]) -> str:
     writer.writeheader()
     rows = [table_row(cell, result) for cell, result in results.items()]
 
-    def place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
         epsilon = row["epsilon"]
         return (
             row["data"],
@@ -294,7 +294,7 @@ def table_text(results: Mapping[Cell, CellResult]) -> str:
             row["seed"],
         )
 
-    for row in sorted(rows, key=place):
+    for row in sorted(rows, key=setting):
         writer.writerow({k: "" if v is None else v for k, v in row.items()})
     return stream.getvalue()
 

@@ -26,14 +26,16 @@ class Geometry:
     """Weights d by parameter name: one number, or one for each entry along its first axis.
 
     The first axis of a convolution, a linear layer or a norm is that of its output channels.
-    Parameters that are not named have weight 1. Weights are finite, positive and bounded by a
-    public constant; anything else is a `ValueError`.
+    `inputs` are weights along the second axis of a linear layer's matrix: of the features that it
+    reads. Parameters that are not named have weight 1. Weights are finite, positive and bounded by
+    a public constant; anything else is a `ValueError`.
     """
 
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, values in self.weights.items():
+        for name, values in (*self.weights.items(), *self.inputs.items()):
             for d in values:
                 if not (math.isfinite(d) and 1 / LARGEST_WEIGHT <= d <= LARGEST_WEIGHT):
                     raise ValueError(
@@ -42,15 +44,22 @@ class Geometry:
                     )
 
     def check(self, model: nn.Module) -> None:
-        """Raise unless every weight belongs to a parameter that trains, and fits its first axis."""
-        if not self.weights:
+        """Raise unless every weight belongs to a parameter that trains, and fits its axis."""
+        if not self.weights and not self.inputs:
             return
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        for name, values in self.weights.items():
+        for name in (*self.weights, *self.inputs):
             if name not in named:
                 raise ValueError(f"{name!r} has weights but is not a parameter that trains")
+        for name, values in self.weights.items():
             if len(values) not in (1, len(named[name])):
                 raise ValueError(f"{name!r} has {len(values)} weights for {len(named[name])} rows")
+        for name, values in self.inputs.items():
+            module, _, own = name.rpartition(".")
+            if own != "weight" or type(model.get_submodule(module)) is not nn.Linear:
+                raise ValueError(f"{name!r} has weights of inputs but is no linear layer's matrix")
+            if len(values) != named[name].shape[1]:
+                raise ValueError(f"{name!r} has {len(values)} weights of inputs")
 
     def one_weight(self, name: str) -> float:
         """The weight of the whole parameter; 1 where its channels have weights of their own."""
@@ -64,24 +73,37 @@ class Geometry:
             return None
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
+    def input_weights(self, name: str, like: Tensor) -> Tensor | None:
+        """The weights of its inputs, in the type and place of `like`; None where there are none."""
+        if name not in self.inputs:
+            return None
+        return torch.tensor(self.inputs[name], dtype=like.dtype, device=like.device)
+
     def scaled(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Dg, by parameter."""
-        return {name: part * self._along_first_axis(name, part) for name, part in gradient.items()}
+        return {name: part * self._of(name, part) for name, part in gradient.items()}
 
     def undo(self, released: dict[str, Tensor]) -> dict[str, Tensor]:
         """D⁻¹ of what was released in the scaled space, in place: post-processing."""
         for name, part in released.items():
-            if name in self.weights:
-                part.div_(self._along_first_axis(name, part))
+            if name in self.weights or name in self.inputs:
+                part.div_(self._of(name, part))
         return released
 
-    def _along_first_axis(self, name: str, part: Tensor) -> Tensor:
+    def _of(self, name: str, part: Tensor) -> Tensor:
+        """The parameter's weights, in a shape that multiplies it."""
         values = torch.tensor(self.weights.get(name, (1.0,)), dtype=part.dtype, device=part.device)
-        return values.view(-1, *[1] * (part.dim() - 1)) if part.dim() else values[0]
+        if not part.dim():
+            return values[0]
+        values = values.view(-1, *[1] * (part.dim() - 1))
+        of_inputs = self.input_weights(name, part)
+        return values if of_inputs is None else values * of_inputs
 
     def digest(self) -> str:
         """A fingerprint of every weight, to the bit."""
         text = repr([(name, values) for name, values in sorted(self.weights.items())])
+        if self.inputs:
+            text += repr(sorted(self.inputs.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -124,6 +124,7 @@ class Linear(torch.autograd.Function):
         if weight_name is not None:
             shape = ConvShape((1, 1), (1, 1), (0, 0), (1, 1), 1, (*weight.shape, 1, 1))
             outer, inner = _as_pixels(exact), _as_pixels(single(x))
+            inner = tape.by_input(weight_name, inner)
             scaled = tape.by_channel(weight_name, outer)
             if x.dim() == 2 or gram_is_cheaper(outer, inner, shape):
                 tape.add_pair(weight_name, scaled, inner, shape)

@@ -125,14 +125,24 @@ class Tape:
         weights = self._geometry.channel_weights(name, g)
         return g if weights is None else g * weights.view(-1, *[1] * (g.dim() - 2))
 
+    def by_input(self, name: str, x: Tensor) -> Tensor:
+        """An input (B, features, …) times the weights of what the parameter reads."""
+        weights = self._geometry.input_weights(name, x)
+        return x if weights is None else x * weights.view(-1, *[1] * (x.dim() - 2))
+
+    def _scaled(self, name: str, rows: Tensor) -> Tensor:
+        """Gradients (B, channels, …) by the weights of the parameter's channels and inputs."""
+        rows, weights = self.by_channel(name, rows), self._geometry.input_weights(name, rows)
+        return rows if weights is None else rows * weights
+
     def add_rows(self, name: str, per_image: Tensor) -> None:
         """Record explicit gradients of one use of a parameter, per image, (B, channels, …)."""
-        self.add_parts(name, _one_part(self.by_channel(name, per_image)))
+        self.add_parts(name, _one_part(self._scaled(name, per_image)))
 
     def add_unit_rows(self, name: str, per_unit: Tensor, unit: int | None = None) -> None:
         """Add to the explicit gradients of a parameter, (U, *shape), or (1, *shape) of one unit."""
         self.asked()
-        rows = _one_part(self.by_channel(name, single(per_unit)))
+        rows = _one_part(self._scaled(name, single(per_unit)))
         if unit is not None:
             every = rows.new_zeros(1, self.units.count, rows.shape[2])
             every[:, unit] = rows[:, 0]
@@ -151,6 +161,8 @@ class Tape:
         weights = self._geometry.channel_weights(name, g)
         if weights is not None:
             g = g * weights[ids].unsqueeze(-1)
+        read = self._geometry.input_weights(name, g)
+        g = g if read is None else g * read
         lookup = _Lookup(g.detach(), ids, table)
         if self.uses[name] > 1:
             unit_ids, read, sums = lookup.by_unit(self.units)

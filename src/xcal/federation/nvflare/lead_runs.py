@@ -247,6 +247,11 @@ class Look:
         self._again = False  # whether the run ended for a reason that may have passed
         self._alone: float | None = None  # since when nobody works on a job that "runs"
 
+    @property
+    def rounds(self) -> int:
+        """How many complete rounds were told of."""
+        return self._told
+
     def first(self) -> Iterator[str]:
         there = self._session.connected()
         yield f"connected: {', '.join(there) or 'no site'}"

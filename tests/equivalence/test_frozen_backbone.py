@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import xcal
 from support import TINY, tiny
 from xcal.dp.clipping import Bound, ClippingEngine
 from xcal.dp.noise import NoiseKey, SeededNoise
+from xcal.errors import UserError
 from xcal.experiments import make_experiment
-from xcal.explain.signal import SignalSettings
+from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.signal import SignalSettings, components, image_components, top_cells
 from xcal.federation.evaluation import PublicImages, predict
 from xcal.federation.files import read_tensors
+from xcal.federation.setup import prepare
 from xcal.methods.client_data import LocalData
 from xcal.methods.context import Optimizer, StepContext
 from xcal.methods.step_parts import clipped_sum, forward_with_components
-from xcal.models.backbone import split_backbone
+from xcal.models.backbone import split_at_map, split_backbone
 from xcal.models.model_registry import build_network
 
 NETWORK = {"network": "resnet18", "pixels": 32}
@@ -44,7 +48,7 @@ def bench_keeping(megabytes: int, model: Any, data: LocalData, **settings: int) 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 @pytest.mark.parametrize("train", ["head", "last:1", "last:2", "head+norm:2"])
-def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
+def test_backbone_and_head_are_the_network(name: str, train: str) -> None:
     model = network(train, name)
     split = split_backbone(model)
     assert split is not None
@@ -57,7 +61,7 @@ def test_beginning_and_rest_are_the_network(name: str, train: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
-def test_the_beginning_can_end_before_what_is_looked_at(name: str) -> None:
+def test_the_backbone_can_end_before_what_is_looked_at(name: str) -> None:
     model = network("head", name)
     split, shorter = split_backbone(model), split_backbone(model, seen=model.cam_layer)
     assert split is not None and shorter is not None
@@ -117,6 +121,57 @@ def test_scores_are_those_of_the_whole_network_where_the_map_is_frozen(
     for name in ("logit_drop", "margin", "concentration"):
         torch.testing.assert_close(getattr(kept_parts, name), getattr(parts, name),
                                    rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("fill", ["imagenet", "image-mean"])
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_covering_cells_is_what_the_head_says_of_the_covered_map(name: str, fill: str) -> None:
+    model = network("head", name)
+    split = split_at_map(model)
+    assert split is not None
+    images = torch.randn(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    settings = SignalSettings(q=0.3, fill=fill, cover="cells")
+    with torch.no_grad():
+        features = split.begin(images)
+        logits = split.forward_head(features)
+        maps = gradcam_maps(model, images)
+        cells = top_cells(maps, settings.q, positive_only=True)[:, None]
+        instead = features.mean(dim=(2, 3), keepdim=True) if fill == "image-mean" else 0.0
+        covered = split.forward_head(torch.where(cells, instead, features))
+        wanted = components(logits, maps, cells[:, 0], covered)
+    found = image_components(model, images, logits, features, settings)
+    for part in ("logit_drop", "margin", "concentration"):
+        torch.testing.assert_close(getattr(found, part), getattr(wanted, part),
+                                   rtol=1e-4, atol=1e-6)  # fmt: skip
+    assert float(found.logit_drop.max()) > 0
+
+
+@pytest.mark.parametrize("megabytes", [1, 64])  # where the maps fit, and where they do not
+@pytest.mark.parametrize("rows", [0, 8])
+def test_scores_by_cells_take_no_pass_and_are_those_of_the_whole_network(
+    rows: int, megabytes: int
+) -> None:
+    model = network("head")
+    settings, found = SignalSettings(cover="cells"), []
+    for kept in (0, megabytes):
+        data = LocalData(tiny(pixels=32, train=24).train, unit="record", images_per_unit=1)
+        context = replace(bench_keeping(kept, model, data, batch=12, chunk=8), rows=rows)
+        if kept:
+            data.cache_maps(split_at_map(model), kept, rows)
+        batch = data.draw(0.6, SeededNoise(1), NoiseKey("0", "m", 0, 0, "draw"))
+        entering = np.arange(batch.n_units) % 2 == 0
+        found.append(forward_with_components(context, batch, entering, settings, Bound(1.0)))
+    (_, parts, chosen), (_, kept_parts, kept_chosen) = found
+    assert torch.equal(chosen, kept_chosen)
+    for part in ("logit_drop", "margin", "concentration"):
+        torch.testing.assert_close(getattr(kept_parts, part), getattr(parts, part),
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+def test_cells_of_a_network_without_a_linear_head_are_refused_before_anything() -> None:
+    with pytest.raises(UserError, match="cover = 'cells'"):
+        prepare(make_experiment({**TINY, "method": "xcal-steered", "cover": "cells",
+                                 "network": "misbehaving:headless"}))  # fmt: skip
 
 
 def test_public_images_are_judged_alike_with_and_without_kept_activations() -> None:

@@ -60,7 +60,7 @@ def columns_model(train: str = "head") -> Any:
     return model
 
 
-def test_columns_are_the_stages_maps_and_squares_standardized() -> None:
+def test_a_probe_reads_the_stages_maps_and_squares_standardized() -> None:
     columns = Columns([2, 3], 0)
     columns.mean.fill_(0.25)
     columns.deviation.fill_(2.0)
@@ -130,7 +130,7 @@ def test_what_is_frozen_is_kept_and_gradients_are_each_image_s_own(train: str) -
         torch.testing.assert_close(found.gradients[name], gradient, rtol=2e-3, atol=2e-5)
 
 
-def test_a_head_on_columns_starts_at_zero_and_what_is_not_read_is_not_there() -> None:
+def test_a_probe_starts_at_zero_and_what_is_not_read_is_not_there() -> None:
     model = efficientnet_b0(3, seed=0, head_reads=READS)
     assert not model.classifier[1].weight.any()
     assert len(model.features) == 7
@@ -149,7 +149,7 @@ def test_what_no_head_can_read_is_refused(wrong: str) -> None:
         efficientnet_b0(3, head_reads=wrong)
 
 
-def test_other_networks_have_no_columns() -> None:
+def test_other_networks_have_no_probe() -> None:
     with pytest.raises(UserError, match="head_reads is for the network efficientnet_b0"):
         build_network(make_experiment({"network": "resnet18", "head_reads": READS}), 3)
 
@@ -191,7 +191,7 @@ def test_the_command_writes_the_file_that_a_deployed_client_needs(
     assert CliRunner().invoke(app, [*asked, "--out", str(tmp_path / "w.pth")]).exit_code != 0
 
 
-def test_xcal_trains_on_columns_and_the_model_can_be_read_again(
+def test_xcal_trains_a_probe_and_the_model_can_be_read_again(
     published: Path, tmp_path: Path
 ) -> None:
     from xcal.report.runs import load_run
@@ -210,7 +210,7 @@ def test_xcal_trains_on_columns_and_the_model_can_be_read_again(
     assert model.classifier[1].weight.any()  # type: ignore[index,union-attr]
 
 
-def test_whitened_columns_are_the_turned_ones(published: Path) -> None:
+def test_whitened_features_are_the_turned_ones(published: Path) -> None:
     """Public images vary alike in all directions, as far as the covariance is not shrunk."""
     pooled = torch.randn(400, 12, generator=torch.Generator().manual_seed(0)).double()
     pooled = pooled @ torch.randn(12, 12, generator=torch.Generator().manual_seed(1)).double() + 3

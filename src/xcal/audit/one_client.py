@@ -74,7 +74,7 @@ def _site_dir(keep: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def train_alone(
+def train_one_client(
     experiment: Experiment,
     data: LocalData,
     classes: int,
