@@ -17,6 +17,7 @@ from xcal.cli.app import main
 from xcal.cli.interrupts import interruptible
 from xcal.cli.study import AGAIN, GridProgress, print_outcome, print_plan
 from xcal.errors import UserError
+from xcal.studies.grid import PROBE
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -36,6 +37,12 @@ def _split(option: str, text: str | None) -> tuple[str, ...] | None:
     if not words:
         raise UserError(f"{option} names nothing: give names with commas between, or leave it out.")
     return words
+
+
+def _networks(text: str | None) -> tuple[str, ...] | None:
+    """Networks by name; `probe` was called `columns`."""
+    names = _split("--network", text)
+    return names and tuple(PROBE if name == "columns" else name for name in names)
 
 
 def _numbers(text: str | None) -> tuple[float, ...] | None:
@@ -113,7 +120,7 @@ def study_command(
     console, there = Console(), Results(results)
     choice = Choice(
         _split("--data", data),
-        _split("--network", network),
+        _networks(network),
         _split("--methods", methods),
         _numbers(epsilons),
         seeds,
@@ -140,13 +147,25 @@ def study_command(
     said = f"[bold]{name}[/bold], {scale} scale, {len(grid.cells)} cells. {grid.question}"
     with interruptible(console, AGAIN), GridProgress(console, name, said) as progress:
         outcome = runner.run_grid(
-            grid, options, progress, whole=lambda: whole_grid(name, scale, there)
+            grid, options, progress, full_grid=lambda: whole_grid(name, scale, there)
         )
     console.print(
         f"{outcome.finished} of {outcome.total} cells are finished; the table is"
         f" {there.table_path(name, scale)}."
     )
     print_outcome(console, outcome, limit_minutes)
+
+
+@app.command("rates")
+def rates_command(
+    results: Path = typer.Argument(..., help="Where `study rates` was run into."),
+    scale: str = typer.Option("probe", help="The scale of the study."),
+) -> None:
+    """Write the rate that validation images choose for each method into reproduce/rates.json."""
+    from reproduce.chosen_rates import choose_rates
+
+    count = choose_rates(results, scale)
+    Console().print(f"{count} rates are in reproduce/rates.json; commit it with what it was by.")
 
 
 @app.command("merge")

@@ -1,4 +1,7 @@
-"""A cell of the declared studies: one of anybody's, and small maps of a few test images."""
+"""A cell of the declared studies: one of anybody's, and small maps of a few test images.
+
+Where onnxruntime is installed, what a frozen backbone makes of images comes from there.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ import sys
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from reproduce.fast import fast_probe, fill_features
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.explain.choosing import added, parts_of
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.inference import predict_logits
+from xcal.explain.occlusion import map_grid, occlusion_maps
+from xcal.explain.road import RoadSettings, road
 from xcal.federation.setup import DATA_SEED, Federation
-from xcal.studies.cell import main
+from xcal.studies.cell import Measuring, main, packed_scores
 from xcal.studies.store import pack
 
 PANEL_IMAGES = 4
@@ -34,7 +41,7 @@ def panel_images(test: Images, classes: int, count: int = PANEL_IMAGES) -> NDArr
     return np.array(order[:count], dtype=np.int64)
 
 
-def maps_of(model: torch.nn.Module, federation: Federation) -> dict[str, Any]:
+def maps_of(model: nn.Module, federation: Federation) -> dict[str, Any]:
     """What the figure of maps needs: the class that the model gives each image, and its map."""
     test, device = federation.data.test, federation.experiment.device
     chosen = panel_images(test, len(federation.data.classes))
@@ -59,5 +66,43 @@ def maps_of(model: torch.nn.Module, federation: Federation) -> dict[str, Any]:
     return {"maps": entries}
 
 
+ALSO = {"occlusion": "gradcam"}
+"""Where a cell's maps are of the first kind, ROAD of the second is told as well."""
+
+
+class Declared(Measuring):
+    """Small maps of a few images, ROAD of Grad-CAM beside other maps', a faster backbone."""
+
+    def __init__(self) -> None:
+        self._fast: tuple[nn.Module, nn.Module] | None = None  # a network, and what answers for it
+
+    def prepare(self, federation: Federation) -> None:
+        fill_features(federation)
+
+    def answering(self, model: nn.Module) -> nn.Module:
+        if self._fast is None or self._fast[0] is not model:
+            self._fast = (model, fast_probe(model))
+        return self._fast[1]
+
+    def maps(self, model: nn.Module, images: Tensor, method: str) -> Tensor:
+        fast = self.answering(model)
+        if fast is model or "occlusion" not in parts_of(method):
+            return super().maps(model, images, method)
+        covered = occlusion_maps(fast, images, grid=map_grid(model, images))
+        others = [part for part in parts_of(method) if part != "occlusion"]
+        return added([covered, *(super().maps(model, images, part) for part in others)])
+
+    def further(
+        self, model: nn.Module, federation: Federation, images: Tensor, temperature: float | None
+    ) -> dict[str, Any]:
+        values = maps_of(model, federation)
+        also = ALSO.get(federation.experiment.map_method)
+        if also is None or temperature is None:
+            return values
+        found = road(self.answering(model), images, self.maps(model, images, also), RoadSettings())
+        raw, matched = packed_scores(found.scores), packed_scores(found.matched(temperature))
+        return values | {"road_also": {also: {"raw": raw, "matched": matched}}}
+
+
 if __name__ == "__main__":
-    sys.exit(main(maps_of))
+    sys.exit(main(Declared()))

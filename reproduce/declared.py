@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reproduce.probe import RATES
 from reproduce.scales import METHODS, WITHOUT_EPSILON, Scale, get_scale, make_cell
 from xcal.config import nearest
 from xcal.errors import UserError
 from xcal.experiments import KEYS
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.methods.registry import get_method
-from xcal.studies.grid import COLUMNS, Cell, Grid, without_repetition
+from xcal.studies.grid import PROBE, Cell, Grid, without_repetition
 
 BASELINE = "fl-dp"
 
@@ -93,7 +94,11 @@ def _places(scale: Scale, choice: Choice) -> Iterator[tuple[str, str]]:
 
 
 def _by_seed(
-    scale: Scale, choice: Choice, methods: Sequence[str], epsilons: Sequence[float]
+    scale: Scale,
+    choice: Choice,
+    methods: Sequence[str],
+    epsilons: Sequence[float],
+    main: bool = False,
 ) -> list[Cell]:
     """Seed by seed and ε by ε, all methods of a pair together: partial results are comparable."""
     cells = []
@@ -101,22 +106,27 @@ def _by_seed(
         for seed in _seeds(scale, network, choice):
             for epsilon in epsilons:
                 for method in methods:
-                    if not _suits(method, network):
+                    if not _suits(scale, method, network):
                         continue
                     own = None if method in WITHOUT_EPSILON else epsilon
                     values = scale.values(method, data, network, own, seed)
                     cells.append(make_cell(scale.name, values, scale.explained))
+                    if main:
+                        cells += [
+                            make_cell(scale.name, other, scale.explained, variant)
+                            for variant, other in scale.also(method, values).items()
+                        ]
     if not cells:
         raise UserError(
             f"Nothing is left to run: {', '.join(methods)} needs a network whose explained map is"
-            f" made by layers that train, and {COLUMNS} is none."
+            f" made by layers that train, and {PROBE} is none."
         )
     return cells
 
 
-def _suits(method: str, network: str) -> bool:
-    """AGP spares channels of a trained layer; where only a head on columns trains there is none."""
-    return not (network == COLUMNS and method in ("agp", "agp-dp"))
+def _suits(scale: Scale, method: str, network: str) -> bool:
+    """The laptop's grids were declared when AGP spared channels of trained convolutions only."""
+    return not (scale.name == "laptop" and network == PROBE and method in ("agp", "agp-dp"))
 
 
 def _available(methods: Sequence[str]) -> tuple[str, ...]:
@@ -129,26 +139,44 @@ def _methods(choice: Choice, offered: Sequence[str]) -> tuple[str, ...]:
 
 
 def privacy_utility(scale: Scale, choice: Choice) -> Grid:
-    offered = ("fl-dp", "fl", "agp", "xcal-paper", "xcal-steered", "centralized")
-    methods = _methods(
-        choice, ("fl-dp", "fl", "xcal-steered") if scale.name == "smoke" else offered
-    )
+    methods = _methods(choice, scale.methods)
     epsilons = _chosen(choice.epsilons, scale.epsilons)
     return Grid(
         "privacy-utility",
         scale.name,
-        without_repetition(_by_seed(scale, choice, methods, epsilons)),
+        without_repetition(_by_seed(scale, choice, methods, epsilons, main=True)),
         question="Does noise steered by explanations give better models and explanations than"
         " static noise at the same ε?",
     )
 
 
+def rates(scale: Scale, choice: Choice) -> Grid:
+    """Every method at the few rates of one grid: validation images choose (`reproduce rates`)."""
+    epsilons = _chosen(choice.epsilons, scale.epsilons)
+    cells = []
+    for data, network in _places(scale, choice):
+        for epsilon in epsilons:
+            for method in _methods(choice, scale.methods):
+                if not _suits(scale, method, network) or method == "xcal":  # which is as fl-dp
+                    continue
+                own = None if method in WITHOUT_EPSILON else epsilon
+                values = scale.values(method, data, network, own, 0)
+                tried = {"": values, **scale.also(method, values)}
+                for variant, keys in tried.items():
+                    for lr in RATES.get(own, ()):
+                        name = f"{variant}, lr = {lr:g}" if variant else f"lr = {lr:g}"
+                        cells.append(make_cell(scale.name, {**keys, "lr": lr}, 0, name))
+    return Grid(
+        "rates",
+        scale.name,
+        without_repetition(cells),
+        question="Which rate does each method learn best with, by validation images?",
+    )
+
+
 def clients(scale: Scale, choice: Choice) -> Grid:
     smoke = scale.name == "smoke"
-    methods = _methods(
-        choice,
-        ("fl-dp", "xcal-steered") if smoke else ("fl", "fl-dp", "xcal-paper", "xcal-steered"),
-    )
+    methods = _methods(choice, scale.beside_static)
     networks = choice.networks or tuple(
         n for n in ("efficientnet_b0", "resnet18") if n in scale.by_network
     )
@@ -164,16 +192,11 @@ def clients(scale: Scale, choice: Choice) -> Grid:
             cells.append(make_cell(scale.name, bound, scale.explained, "bound"))
             for count in counts:
                 for shift in shifts:
-                    for epsilon in _chosen(choice.epsilons, (5.0,) if smoke else (0.5, 5.0)):
+                    for epsilon in _chosen(choice.epsilons, scale.client_epsilons):
                         for method in methods:
                             own = None if method in WITHOUT_EPSILON else epsilon
                             values = scale.values(method, data, network, own, seed)
-                            values |= {"clients": count, "partition": shift}
-                            # A small client cannot draw a large expected batch.
-                            most = (values.get("train_images") or 10_000) // (2 * count)
-                            values["expected_batch_size"] = min(
-                                values["expected_batch_size"], max(8, most)
-                            )
+                            values = scale.at_clients(values, count) | {"partition": shift}
                             variant = f"N = {count}, {shift}"
                             cells.append(make_cell(scale.name, values, scale.explained, variant))
     return Grid(
@@ -257,7 +280,7 @@ def overhead(scale: Scale, choice: Choice) -> Grid:
         seeds = 3 if choice.seeds is None and scale.name != "smoke" else choice.seeds or 1
         for seed in range(seeds):
             for method in methods:
-                if not _suits(method, network):
+                if not _suits(scale, method, network):
                     continue
                 epsilon = _chosen(choice.epsilons, scale.epsilons[:1])[0]
                 own = None if method in WITHOUT_EPSILON else epsilon
@@ -291,12 +314,7 @@ def units(scale: Scale, choice: Choice) -> Grid:
                 for method in methods:
                     values = scale.values(method, data, network, epsilon, seed)
                     cells.append(make_cell(scale.name, values, scale.explained))
-                    # Few groups: a small expected batch. Noise on its mean is as much larger, so
-                    # the rate is as much smaller.
-                    batch = min(8 if scale.name == "smoke" else 32, values["expected_batch_size"])
-                    lr = values["lr"] * batch / values["expected_batch_size"]
-                    whole = values | {"unit": "group", "expected_batch_size": batch, "lr": lr}
-                    whole["images_per_unit"] = 4
+                    whole = scale.with_groups(values)
                     cells.append(make_cell(scale.name, whole, scale.explained, "unit = group"))
     return Grid(
         "units",
@@ -308,6 +326,7 @@ def units(scale: Scale, choice: Choice) -> Grid:
 
 STUDIES: Mapping[str, Callable[[Scale, Choice], Grid]] = {
     "privacy-utility": privacy_utility,
+    "rates": rates,
     "clients": clients,
     "ablation": ablation,
     "efficiency": efficiency,

@@ -18,7 +18,7 @@ from reproduce.tables import StudyView, view
 from reproduce.whole import whole_grids
 from xcal.errors import UserError
 from xcal.report.figures import Figure
-from xcal.report.report import Page, Panel, page_html, save_page
+from xcal.report.template import Page, Panel, page_html, save_page
 from xcal.report.words import Table
 from xcal.studies.grid import Grid
 from xcal.studies.statistics import Verdict

@@ -10,23 +10,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.config import BEFORE_THE_KEY, nearest
+from xcal.config import nearest
 from xcal.errors import UserError
 from xcal.experiments import KEYS
+from xcal.first_edition import BEFORE_THE_KEY
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.studies import grid
-from xcal.studies.grid import COLUMNS, Cell
+from xcal.studies.grid import PROBE, Cell
 from xcal.studies.store import CellResult
 
 # Methods whose noise no ε decides: one run serves every ε.
 WITHOUT_EPSILON = ("centralized", "fl")
-# Keys that a method uses and that its committed cells do not pin: they were made before it said so,
-# at the values of `_SIGNAL`, and their names stay. One data set at one place knows no clients.
+# Keys that a method uses and that cells of these scales do not pin: they were made before it said
+# so, at the values of `SIGNAL`, and their names stay.
+MADE_BEFORE = ("smoke", "laptop", "paper")
 NOT_PINNED: Mapping[str, frozenset[str]] = {
     "agp": frozenset({"rho", "band"}),
     "centralized": frozenset({"clients", "partition"}),
 }
-METHODS = ("centralized", "fl", "fl-dp", "agp", "xcal-paper", "xcal-steered")
+METHODS = ("fl-dp", "fl", "agp", "xcal-paper", "xcal-steered", "centralized")
 
 # The paper's sets, by the name an import gives them. Dermoscopy stands in for the paper's melanoma
 # set, any finding for its pneumonia, which is too rare in the part of the archive at hand.
@@ -38,7 +40,7 @@ PAPER_SET = {
 PAPER_NETWORK = {"efficientnet_b0": "EfficientNet-B0", "resnet18": "ResNet-18"}
 PAPER_PIXELS = {"blood-cells": 150, "ham10000": 64, "chest-xray14": 128}
 
-_SIGNAL: Mapping[str, Any] = {
+SIGNAL: Mapping[str, Any] = {
     "q": 0.2,
     "alpha": 1.0,
     "beta": 1.0,
@@ -54,7 +56,7 @@ _SIGNAL: Mapping[str, Any] = {
     "signal_fraction": 1.0,
     "signal_source": "model",
 }
-_TAU = {"xcal-paper": 0.2, "xcal-steered": 0.05}
+TAU = {"xcal-paper": 0.2, "xcal-steered": 0.05}
 
 
 @dataclass(frozen=True)
@@ -71,24 +73,48 @@ class Scale:
     by_epsilon: Mapping[tuple[str, float], Mapping[str, Any]]
     plain: Mapping[str, Mapping[str, Any]]  # without clipping, by network
     explained: int
+    methods: tuple[str, ...] = METHODS  # of the main tables
+    beside_static: tuple[str, ...] = ("fl", "fl-dp", "xcal-paper", "xcal-steered")  # of the others
+    client_epsilons: tuple[float, ...] = (0.5, 5.0)
 
     def values(
         self, method: str, data: str, network: str, epsilon: float | None, seed: int
     ) -> dict[str, Any]:
         """All keys of one experiment; later layers win, and none knows which method is ours."""
-        values = {**_SIGNAL, **self.common, "network": network, **self.by_network[network]}
+        values = {**SIGNAL, **self.common, "network": network, **self.by_network[network]}
         if epsilon is not None:
             values |= self.by_epsilon.get((network, epsilon), {})
         if method in WITHOUT_EPSILON:
             values |= self.plain[network]
         values |= {"method": method, "data": data, "seed": seed}
-        values |= {"epsilon": epsilon, "tau": _TAU.get(method, 0.05)}
+        values |= {"epsilon": epsilon, "tau": TAU.get(method, 0.05)}
         if self.name == "paper" and data in PAPER_PIXELS:
             values["pixels"] = PAPER_PIXELS[data]
         return values
 
+    def at_clients(self, values: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """The same cell with `count` clients: a small one cannot draw a large expected batch."""
+        most = max(8, (values.get("train_images") or 10_000) // (2 * count))
+        batch = min(values["expected_batch_size"], most)
+        return {**values, "clients": count, "expected_batch_size": batch}
 
-_COMMON: Mapping[str, Any] = {
+    def with_groups(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The same cell with whole groups as the unit of privacy.
+
+        They are few, so the expected batch is small; noise on its mean is as much larger, so the
+        rate is as much smaller.
+        """
+        batch = min(8 if self.name == "smoke" else 32, values["expected_batch_size"])
+        lr = values["lr"] * batch / values["expected_batch_size"]
+        whole = {"unit": "group", "expected_batch_size": batch, "lr": lr, "images_per_unit": 4}
+        return {**values, **whole}
+
+    def also(self, method: str, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """Further cells of the main tables beside this one, by variant."""
+        return {}
+
+
+COMMON: Mapping[str, Any] = {
     "clients": 3,
     "partition": "iid",
     "concentration": 0.5,
@@ -108,7 +134,7 @@ SMOKE = Scale(
     epsilons=(5.0,),
     seeds={"small": 1},
     common={
-        **_COMMON,
+        **COMMON,
         "rounds": 2,
         "train_images": 240,
         "expected_batch_size": 16,
@@ -120,16 +146,19 @@ SMOKE = Scale(
     by_epsilon={},
     plain={"small": {"lr": 0.3}},
     explained=20,
+    methods=("fl-dp", "fl", "xcal-steered"),
+    beside_static=("fl-dp", "xcal-steered"),
+    client_epsilons=(5.0,),
 )
 
 LAPTOP = Scale(
     name="laptop",
     data=("blood-cells", "ham10000", "chest-xray14"),
-    networks=("small", "efficientnet_b0", COLUMNS),
+    networks=("small", "efficientnet_b0", PROBE),
     epsilons=(0.5, 5.0, 0.05, 50.0),
-    seeds={"small": 5, COLUMNS: 5, "efficientnet_b0": 3, "resnet18": 3},
+    seeds={"small": 5, PROBE: 5, "efficientnet_b0": 3, "resnet18": 3},
     common={
-        **_COMMON,
+        **COMMON,
         "rounds": 10,
         "train_images": 3000,
         "expected_batch_size": 64,
@@ -150,7 +179,7 @@ LAPTOP = Scale(
         },
         # What learnt best under noise (docs/recipes.md), cut to this scale; the rates lie in the
         # middle of those that the recipes have for the three sets.
-        COLUMNS: {
+        PROBE: {
             "network": "efficientnet_b0",
             "pixels": 64,
             "expected_batch_size": 256,
@@ -177,13 +206,13 @@ LAPTOP = Scale(
     by_epsilon={
         ("efficientnet_b0", 0.05): {"lr": 0.03},
         ("efficientnet_b0", 0.5): {"lr": 0.05},
-        (COLUMNS, 0.05): {"lr": 0.02},
-        (COLUMNS, 0.5): {"lr": 0.05},
+        (PROBE, 0.05): {"lr": 0.02},
+        (PROBE, 0.5): {"lr": 0.05},
     },
     plain={
         "small": {"lr": 0.3},
         "efficientnet_b0": {"lr": 0.001},  # without clipping 0.02 and more diverges
-        COLUMNS: {"lr": 0.03},
+        PROBE: {"lr": 0.03},
         "resnet18": {"lr": 0.1},
     },
     explained=500,
@@ -199,7 +228,7 @@ PAPER = Scale(
     epsilons=(0.5, 5.0, 0.05, 50.0),
     seeds={"efficientnet_b0": 5, "resnet18": 5, "small": 5},
     common={
-        **_COMMON,
+        **COMMON,
         "rounds": 30,
         "expected_batch_size": 32,
         "lr": 1e-3,
@@ -224,7 +253,7 @@ PAPER = Scale(
     explained=1_000_000,
 )
 
-SCALES = {scale.name: scale for scale in (SMOKE, LAPTOP, PAPER)}
+SCALES = {scale.name: scale for scale in (SMOKE, LAPTOP, PAPER)}  # `probe.py` adds its own
 
 
 def get_scale(name: str) -> Scale:
@@ -237,15 +266,18 @@ def get_scale(name: str) -> Scale:
 
 def make_cell(scale: str, values: Mapping[str, Any], explained: int, variant: str = "") -> Cell:
     """A cell under the name it has among the committed ones."""
-    return grid.make_cell(scale, values, explained, variant, pinned_for(str(values["method"])))
+    return grid.make_cell(
+        scale, values, explained, variant, pinned_for(str(values["method"]), scale)
+    )
 
 
-def pinned_for(method: str) -> frozenset[str]:
+def pinned_for(method: str, scale: str) -> frozenset[str]:
     """What a declared cell pins. A method of somebody else's own may use anything, and is not
     loaded because results name it."""
     if method not in KNOWN_METHODS:
         return frozenset(KEYS)
-    return KNOWN_METHODS[method].uses - NOT_PINNED.get(method, frozenset())
+    older = NOT_PINNED.get(method, frozenset()) if scale in MADE_BEFORE else frozenset()
+    return KNOWN_METHODS[method].uses - older
 
 
 def older_note(cells: Iterable[CellResult]) -> str:
@@ -254,7 +286,7 @@ def older_note(cells: Iterable[CellResult]) -> str:
     for cell in cells:
         method = str(cell.keys["method"])
         if method in KNOWN_METHODS:
-            lacks = KNOWN_METHODS[method].uses & {*_SIGNAL, *BEFORE_THE_KEY} - set(cell.keys)
+            lacks = KNOWN_METHODS[method].uses & {*SIGNAL, *BEFORE_THE_KEY} - set(cell.keys)
             counted |= {key: counted.get(key, 0) + 1 for key in lacks}
     if not counted:
         return ""

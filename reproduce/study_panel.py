@@ -19,10 +19,10 @@ from xcal.data import catalog
 from xcal.data.image_store import known_names
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
-from xcal.explain.overlay import overlay, picture
+from xcal.explain.overlay import data_uri, overlay, picture
 from xcal.federation.setup import DATA_SEED
 from xcal.report.panel import in_multiples_of_mean
-from xcal.report.run_figures import Tile, data_uri
+from xcal.report.template import Tile
 from xcal.report.words import epsilon_text
 
 TOP = 4.0  # multiples of a map's mean that get the top color
