@@ -39,7 +39,7 @@ if __name__ == "__main__":
     place, run = Path(sys.argv[1]), sys.argv[2]
     path = place / "coordinator" / "server" / "runs" / run / "rounds.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    sites = [work(p.parent.parent, run) for p in sorted(place.glob("*/home/site.toml"))]
+    sites = [work(p.parent.parent, run) for p in sorted(place.glob("*/site/site.toml"))]
     for record, *own in zip(records, *sites, strict=True):
         rest = record["seconds"] - max(own)
         print(

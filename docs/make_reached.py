@@ -17,7 +17,7 @@ TARGET = ROOT / "src" / "xcal" / "cli" / "reached.csv"
 NETWORKS = {
     "small": "all, from scratch",
     "efficientnet_b0": "last stages",
-    "columns": "linear head",
+    "probe": "linear head",
 }
 HEAD = (
     "network,data,epsilon,unit,units,rounds,batch,noise,seeds,macro_f1,lowest,highest,auroc"
