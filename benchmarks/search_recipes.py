@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms
 from xcal.dp.noise import SeededNoise
@@ -43,7 +44,6 @@ from xcal.federation.loaded_site import LoadedSite, keep_freed_memory
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import trainable
 from xcal.metrics.classification import macro_f1
 from xcal.models.backbone import Split, split_backbone
 from xcal.models.model_registry import build_network

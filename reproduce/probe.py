@@ -126,6 +126,7 @@ PROBE_SCALE = ProbeScale(
         "signal_every": 1,
         "signal_fraction": 0.125,
         "cover": "cells",
+        "chunk": 4096,  # rows of kept features: a whole draw in one pass
     },
     by_network={
         PROBE: {

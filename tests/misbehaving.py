@@ -12,9 +12,10 @@ from support import Micro, micro
 from xcal.dp.accounting import step_cost
 from xcal.dp.calibration import plan_static
 from xcal.dp.clipping import Bound
+from xcal.dp.clipping.named import trainable
 from xcal.dp.filter import BudgetExhausted
 from xcal.methods.base import shape_of
-from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.dp_fedavg import CentralNoise
 from xcal.methods.fl_dp import StaticNoise
 from xcal.methods.step_parts import clipped_sum, dp_step, gradient_release, release_gradient

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from support import TINY
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.ledger import create
 from xcal.dp.ledger.rows import Terms
 from xcal.experiments import make_experiment
@@ -20,7 +21,6 @@ from xcal.federation.messages import (
     frozen_digest,
     public_keys,
 )
-from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
 KEYS = {**TINY, "method": "xcal-steered"}

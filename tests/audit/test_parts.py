@@ -23,9 +23,9 @@ from xcal.audit.canary_reading import mixture_ratio, quiet_blocks, reach
 from xcal.audit.membership import auc_of, halves, lira_scores, tpr_of
 from xcal.audit.similarity import psnr, ssim
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.named import trainable
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import trainable
 
 
 def test_directions_are_orthonormal_and_read_back():

@@ -12,6 +12,7 @@ import torch
 from made_sites import make_sites
 from support import TINY
 from xcal.dp.account import Account
+from xcal.dp.clipping.named import trainable
 from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger.rows import Row, charges_of, read_rows
 from xcal.dp.noise import SeededNoise
@@ -25,7 +26,6 @@ from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import Federation, prepare
 from xcal.methods.base import CentralMethod
-from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS
 
 ALL = sorted(METHODS)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fuzzing import LONG, one_sentence, within
 from support import TINY
 from xcal.config import parse_set, to_toml
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
 from xcal.experiments import KEYS, experiment_type, make_experiment
@@ -21,7 +22,6 @@ from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.folder import RunFolder
 from xcal.federation.local import make_clients, run_experiment
 from xcal.federation.setup import Federation, prepare
-from xcal.methods.context import trainable
 from xcal.methods.registry import METHODS as CLIENT_METHODS
 from xcal.models.model_registry import build_network
 

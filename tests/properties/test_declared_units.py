@@ -12,6 +12,7 @@ from torch import Tensor
 
 from support import micro, tiny
 from xcal.data.images import Images
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Terms, charges_of, read_rows
 from xcal.dp.noise import NoiseKey, release_grid
@@ -21,7 +22,6 @@ from xcal.federation.exchange import RoundReply, RoundRequest
 from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
 from xcal.methods.client_data import Batch, LocalData
-from xcal.methods.context import trainable
 from xcal.methods.registry import method_of
 
 DECLARED = 40

@@ -13,6 +13,7 @@ import torch
 import xcal
 from made_sites import make_sites
 from support import TINY
+from xcal.dp.clipping.named import trainable
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.federation.aggregation import Mean, Median, ServerRule, TrimmedMean, server_round
@@ -21,7 +22,6 @@ from xcal.federation.exchange import ClientReport, RoundReply, RoundRequest, Wei
 from xcal.federation.folder import RunFolder
 from xcal.federation.rounds import client_round
 from xcal.federation.setup import prepare
-from xcal.methods.context import trainable
 
 RULES: dict[str, ServerRule] = {
     "mean": Mean(),

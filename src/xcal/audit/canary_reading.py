@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xcal.audit.canaries import Directions
 from xcal.audit.one_client import flat, load_flat
 from xcal.dp.clipping import Bound, ClippingEngine
-from xcal.methods.context import trainable
+from xcal.dp.clipping.named import trainable
 
 Scores = NDArray[np.float64]
 

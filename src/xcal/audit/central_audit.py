@@ -19,6 +19,7 @@ from xcal.audit.canary_reading import mixture_ratio
 from xcal.audit.one_client import RUN, flat
 from xcal.audit.onerun import Audit, audit_of, ideal_audits
 from xcal.config import Experiment
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import charges_of, read_rows
 from xcal.dp.noise import SeededNoise
 from xcal.federation.aggregation import server_round
@@ -26,7 +27,6 @@ from xcal.federation.central import ServerSite, check_rule, server_rule
 from xcal.federation.exchange import ClientReport, RoundReply, Weights
 from xcal.methods.adaptive_clip import ClipState
 from xcal.methods.base import CentralMethod
-from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
 

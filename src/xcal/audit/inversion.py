@@ -26,11 +26,11 @@ from xcal.audit.similarity import psnr, ssim
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
+from xcal.dp.clipping.named import trainable
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import poisson_draw
 from xcal.experiments import make_experiment
 from xcal.methods.client_data import Batch, LocalData
-from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
 _MEAN = torch.tensor(IMAGENET_MEAN, dtype=torch.float64).view(1, 3, 1, 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from xcal.config import Experiment
 from xcal.dp.calibration import Plan
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger import ledger
 from xcal.dp.ledger.rows import Charge, Terms, charges_of, read_rows
 from xcal.dp.noise import NoiseSource, SeededNoise
@@ -26,7 +27,7 @@ from xcal.federation.exchange import RoundRequest, Weights
 from xcal.federation.loaded_site import LoadedSite
 from xcal.federation.rounds import client_round
 from xcal.methods.client_data import LocalData
-from xcal.methods.context import StepRecord, trainable
+from xcal.methods.context import StepRecord
 from xcal.methods.loss import loss_of
 from xcal.methods.registry import method_of
 from xcal.models.model_registry import build_network

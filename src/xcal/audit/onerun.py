@@ -43,9 +43,9 @@ from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.dp.accounting import reference_cost
 from xcal.dp.clipping import PLAIN, Bound
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import Charge
 from xcal.errors import UserError
-from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
 VIEWS = ("steps", "rounds", "final")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.clipping.named import named_modules
 from xcal.errors import UserError
 
 # torch's own bookkeeping in a module's __dict__; parameters are what trains, and may change.
@@ -45,7 +46,7 @@ def remembered(network: nn.Module) -> dict[str, str]:
     of them. Its parameters are not among them.
     """
     found = {}
-    for path, module in network.named_modules():
+    for path, module in named_modules(network):
         attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         for name, value in _values(path, {**module._buffers, **attributes}):
             if isinstance(value, Tensor):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from xcal.dp.clipping.named import trainable
 from xcal.dp.distributed import BYTES
 from xcal.dp.ledger.rows import Head
 from xcal.errors import UserError
@@ -46,7 +47,6 @@ from xcal.federation.outcome import measure_round, public_subset, write_preamble
 from xcal.federation.request_refusals import TERMS, Refused
 from xcal.federation.setup import Federation
 from xcal.methods.base import save_state
-from xcal.methods.context import trainable
 from xcal.models.model_registry import build_network
 
 

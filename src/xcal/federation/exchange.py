@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import Head
 from xcal.experiments import travels
 from xcal.federation.masks import Announcement, Attempt, Masked
 from xcal.federation.request_refusals import Refused
-from xcal.methods.context import StepRecord, digest_tensors, trainable
+from xcal.methods.context import StepRecord, digest_tensors
 
 Weights = dict[str, Tensor]
 

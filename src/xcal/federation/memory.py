@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.config import Experiment
+from xcal.dp.clipping.named import trainable
 from xcal.dp.distributed import BYTES
 from xcal.errors import UserError
 from xcal.federation.exchange import (
@@ -35,7 +36,7 @@ from xcal.federation.files import read_json, read_tensors, write_json, write_ten
 from xcal.federation.masks import Masked
 from xcal.federation.request_refusals import Refused
 from xcal.methods.base import Method, save_state
-from xcal.methods.context import Optimizer, StepAverage, StepRecord, trainable
+from xcal.methods.context import Optimizer, StepAverage, StepRecord
 from xcal.plugins import OwnCodeError
 
 # How a client computes, and not what: what older versions left out of a progress's fingerprint.

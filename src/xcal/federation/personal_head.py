@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from xcal.config import Experiment
+from xcal.dp.clipping.named import trainable
 from xcal.errors import UserError
 from xcal.federation.answer import respond
 from xcal.federation.disclosure import PERSONAL, own_name
@@ -21,7 +22,6 @@ from xcal.federation.exchange import Question, RoundRequest, Weights, load_weigh
 from xcal.federation.files import own_folder, write_json, write_tensors
 from xcal.federation.loaded_site import Held
 from xcal.federation.site_directory import Owner, SiteDirectory
-from xcal.methods.context import trainable
 from xcal.models.model_registry import STAGED
 
 METHOD = "fl-dp"

@@ -18,11 +18,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from xcal.config import Experiment, key
 from xcal.dp.calibration import Plan
 from xcal.dp.clipping import PLAIN, Bound, Geometry
+from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
 from xcal.methods.base import LocalMethod, SparedParameters, shape_of
-from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import dp_step
 

@@ -18,6 +18,7 @@ from xcal.dp.account import Account
 from xcal.dp.accounting import CostTable
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
+from xcal.dp.clipping.named import named_buffers, named_parameters, trainable
 from xcal.dp.clipping.precision import double, exact_device
 from xcal.dp.distributed import ChargedShare, DistributedGrid, DistributedMechanism, Part
 from xcal.dp.ledger.rows import Release
@@ -25,11 +26,6 @@ from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, Uncharged
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.methods.client_data import Batch, LocalData
 from xcal.models.backbone import Split
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, noised and sent, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -195,7 +191,7 @@ class StepContext:
     @cached_property
     def frozen(self) -> str:
         """Digest of what no step of this round changes."""
-        fixed = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        fixed = [(n, p) for n, p in named_parameters(self.model) if not p.requires_grad]
         return digest_tensors(fixed)
 
     @property
@@ -272,7 +268,7 @@ class StepContext:
         """
         if self.replay is None:
             return None
-        learnt = digest_tensors([*trainable(self.model).items(), *self.model.named_buffers()])
+        learnt = digest_tensors([*trainable(self.model).items(), *named_buffers(self.model)])
         text = repr((learnt, self.frozen, self.replay.context, self.key(step, ""), settings))
         # Keyed, since the chain of these digests travels: it must not confirm a guess at the data.
         digest = hmac.new(self.replay.secret, text.encode(), "sha256").hexdigest()

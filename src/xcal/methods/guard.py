@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
+from xcal.dp.clipping.named import trainable
 from xcal.dp.mechanism import UnchargedRelease
-from xcal.methods.context import StepContext, digest_tensors, trainable
+from xcal.methods.context import StepContext, digest_tensors
 
 
 class StepGuard:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.recorder import RecordedPass, record
 from xcal.dp.clipping.tape import Units
 from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
@@ -62,7 +63,7 @@ def _known(
     rows: int,
     look: Callable[[nn.Module, tuple[int, ...], int], bool],
 ) -> bool:
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
+    trained = tuple(trainable(model))
     device = next(model.parameters()).device
     question = (what, repr(model), trained, image, rows, str(device), torch.get_num_threads())
     if question not in _seen:

@@ -13,8 +13,8 @@ from torch import nn
 from xcal.config import Experiment
 from xcal.dp.calibration import Plan, PlanShape, plan_fixed, plan_static
 from xcal.dp.clipping import Bound
+from xcal.dp.clipping.named import trainable
 from xcal.dp.distributed import Part
-from xcal.methods.context import trainable
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xcal.dp.clipping import Bound, ClippedSum, joined
 from xcal.dp.clipping.losses import per_sample
+from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.precision import in_half, single
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
@@ -25,7 +26,7 @@ from xcal.explain.signal import (
     image_components,
 )
 from xcal.methods.client_data import Batch, Rows
-from xcal.methods.context import StepContext, StepRecord, trainable
+from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 from xcal.dp.clipping.losses import Loss, check_independent
+from xcal.dp.clipping.named import named_modules, named_parameters, trainable
 from xcal.dp.clipping.plain import Plain
 from xcal.dp.clipping.precision import double, exact_device, no_autocast, single
 from xcal.dp.clipping.recorder import (
@@ -329,7 +330,7 @@ class ClippingEngine:
         return ClippedSum(
             {
                 name: total[name].to(p.device, p.dtype)
-                for name, p in self._model.named_parameters()
+                for name, p in named_parameters(self._model)
                 if name in total
             },
             torch.cat(logits)[back],
@@ -403,7 +404,7 @@ class ClippingEngine:
         """In which losses are weighted: words come as integers."""
         if images.is_floating_point():
             return images.dtype
-        return next((p.dtype for p in self._model.parameters()), torch.float32)
+        return next((p.dtype for _, p in named_parameters(self._model)), torch.float32)
 
     def _every_parameter(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return _every_parameter(self._model, gradients)
@@ -425,8 +426,8 @@ class OpenPass:
     def __init__(self, model: nn.Module, rows: int, *, clip: float, units: Units) -> None:
         self._model, self.units, self._bound = model, units, Bound(clip)
         self.check()
-        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        like = next(p for p in model.parameters() if p.requires_grad)
+        self._names = {id(p): name for name, p in trainable(model).items()}
+        like = next(iter(trainable(model).values()))
         self._tape = Tape(units, like.device)
         self._anchor = like.detach().new_zeros((), requires_grad=True)
         self._rows = rows
@@ -545,7 +546,7 @@ def _typical(rows: Tensor) -> float:
 
 
 def _margin(model: nn.Module) -> float:
-    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    types = {p.dtype for p in trainable(model).values()}
     return 0.0 if types <= {torch.float64} else _FLOAT32_MARGIN
 
 
@@ -557,8 +558,7 @@ def _every_parameter(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[
             if name in gradients
             else torch.zeros_like(parameter, requires_grad=False)
         )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in trainable(model).items()
     }
 
 
@@ -649,32 +649,35 @@ def _draws(module: nn.Module) -> bool:
     return not isinstance(module, _DropoutNd) or module.p > 0
 
 
+def _where(name: str, module: nn.Module) -> str:
+    return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+
+
 def _refuse_unsupported(model: nn.Module, fallback: Fallback | None, dropout: bool) -> None:
     """Raise, naming the module, if a network's per-unit gradients cannot be had or kept apart."""
-    for name, module in model.named_modules():
-        where = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+    for name, module in named_modules(model):
         if isinstance(module, _NormBase):
             pooled = isinstance(module, _BatchNorm) and module.running_mean is None
             learning = module.training and module.running_mean is not None
             if pooled or learning or (isinstance(module, _BatchNorm) and module.training):
                 raise UserError(
-                    f"{where} takes statistics from the batch, which mixes people's data: "
-                    + INSTEAD_OF_BATCH_NORM
+                    f"{_where(name, module)} takes statistics from the batch, which mixes people's "
+                    "data: " + INSTEAD_OF_BATCH_NORM
                 )
         draws = isinstance(module, _DropoutNd | nn.RReLU) and module.training and _draws(module)
         if draws and not dropout:
             raise UserError(
-                f"{where} draws at random inside the network, which a redone step could not draw "
-                "again: remove it, or put it in evaluation mode (or allow it with dropout=True "
-                "where no step is ever redone)"
+                f"{_where(name, module)} draws at random inside the network, which a redone step "
+                "could not draw again: remove it, or put it in evaluation mode (or allow it "
+                "with dropout=True where no step is ever redone)"
             )
-        trainable = [n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        if trainable and isinstance(module, _WITHOUT_RULE):
+        own = [n for n, p in module._parameters.items() if p is not None and p.requires_grad]
+        if own and isinstance(module, _WITHOUT_RULE):
             if fallback is None:
-                raise NoRule(f"{name}.{trainable[0]}")
+                raise NoRule(f"{name}.{own[0]}")
             fallback.add(name)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+    for name, parameter in trainable(model).items():
+        if parameter.dtype not in (torch.float32, torch.float64):
             raise UserError(
                 f"parameter {name!r} is {parameter.dtype}: keep the network in float32, and use "
                 "torch.autocast in bfloat16 for its passes"

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from xcal.dp.clipping.named import trainable
+
 # Weights lie within 1/64 … 64: beyond that a block is all noise, or clipping leaves nothing else.
 LARGEST_WEIGHT = 64.0
 
@@ -47,7 +49,7 @@ class Geometry:
         """Raise unless every weight belongs to a parameter that trains, and fits its axis."""
         if not self.weights and not self.inputs:
             return
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = trainable(model)
         for name in (*self.weights, *self.inputs):
             if name not in named:
                 raise ValueError(f"{name!r} has weights but is not a parameter that trains")

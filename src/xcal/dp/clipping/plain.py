@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from xcal.dp.clipping.named import named_buffers, named_parameters, trainable
 from xcal.dp.clipping.tape import Tape
 
 
@@ -78,7 +79,7 @@ class Plain:
     """
 
     def __init__(self, model: nn.Module, count: int, tape: Tape, anchor: Tensor) -> None:
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = trainable(model)
         self._names = {id(p): name for name, p in self._named.items()}
         self._count, self._tape, self._anchor = count, tape, anchor
         # Both by identity: what stands in them is kept, so that no identity is used twice.
@@ -87,7 +88,7 @@ class Plain:
         self._before_expanding: dict[int, Tensor] = {}
         self._followed: dict[str, Tensor] = {}
         self._by_row: list[tuple[Tensor, Tensor]] = []
-        for constant in (*model.buffers(), *model.parameters()):
+        for _, constant in (*named_buffers(model), *named_parameters(model)):
             if not constant.requires_grad:
                 self._constants[_memory(constant)] = constant
 

@@ -33,6 +33,7 @@ from xcal.dp.clipping.layer_rules import (
     apply,
 )
 from xcal.dp.clipping.losses import Loss, per_sample
+from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.plain import Plain
 from xcal.dp.clipping.precision import in_half, single
 from xcal.dp.clipping.tape import Tape, Units
@@ -421,7 +422,7 @@ def _record(
     fallback: Fallback | None,
     half: torch.dtype | None,
 ) -> RecordedPass:
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    names = {id(p): name for name, p in trainable(model).items()}
     with torch.enable_grad():
         anchor = weights.new_zeros((), requires_grad=True)
         plain = Plain(model, len(images), tape, anchor)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from xcal.dp.clipping.fallback import Fallback
 from xcal.dp.clipping.losses import Loss, per_sample
+from xcal.dp.clipping.named import named_modules, trainable
 from xcal.dp.clipping.precision import double
 from xcal.dp.clipping.recorder import record
 from xcal.dp.clipping.tape import Units
@@ -42,8 +43,8 @@ def check_rules(
     """
     if type(model).__module__.startswith("xcal.models.") or not len(inputs):
         return  # our own are compared in the tests
-    trained = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-    kinds = tuple(type(module) for module in model.modules())
+    trained = tuple(trainable(model))
+    kinds = tuple(type(module) for _, module in named_modules(model))
     code = getattr(forward, "__code__", forward), getattr(loss, "__code__", loss)
     way = None if fallback is None else fallback.way
     question = (repr(model), kinds, trained, tuple(inputs.shape[1:]), inputs.dtype, *code, way)
