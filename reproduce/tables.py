@@ -36,6 +36,8 @@ from reproduce.overview import (
     variants_overview,
 )
 from reproduce.paper import PRINTED_OVERHEAD
+from reproduce.probe import PROBE_SCALE
+from reproduce.probe_tables import what_helps, what_methods_add, without_noise
 from reproduce.scales import PAPER_NETWORK
 from reproduce.store import Results
 from reproduce.wording import (
@@ -151,7 +153,10 @@ def privacy_utility_view(grid: Grid, results: Results) -> StudyView:
         + answer(paper, "of the published rule, `xcal-paper`, with it")
         + printed_gains(ours)
     )
-    overviews = methods_overview(series, pairs), over_all_pairs(pairs)
+    overviews: tuple[Table | None, ...] = methods_overview(series, pairs), over_all_pairs(pairs)
+    if grid.scale == PROBE_SCALE.name:
+        helped, added = what_helps(series, results), what_methods_add(series, results)
+        overviews = helped, added, without_noise(series), over_all_pairs(pairs)
     return replace(
         _view(grid, series, said, tables, sentences, overviews), comparisons=tuple(pairs)
     )

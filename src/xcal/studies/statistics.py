@@ -23,7 +23,7 @@ from scipy import stats
 
 from xcal.studies.store import CellResult, TestSet
 
-Measure = Literal["macro_f1", "road", "auroc"]
+Measure = Literal["macro_f1", "road", "road_matched", "auroc"]
 FloatArray = NDArray[np.float64]
 
 DRAWS = 2000
@@ -123,9 +123,20 @@ def _f1_draws(result: CellResult, test: TestSet, weights: FloatArray) -> FloatAr
 
 
 def _road_draws(result: CellResult, test: TestSet, weights: FloatArray) -> FloatArray:
+    return _mean_draws(result, result.road_scores, test, weights)
+
+
+def _matched_draws(result: CellResult, test: TestSet, weights: FloatArray) -> FloatArray:
+    return _mean_draws(result, result.road_matched_scores, test, weights)
+
+
+def _mean_draws(
+    result: CellResult, scores: FloatArray, test: TestSet, weights: FloatArray
+) -> FloatArray:
+    """The mean of the explained images' scores in every draw."""
     groups = test.groups[result.road_images]
     total, count = np.zeros(weights.shape[1]), np.zeros(weights.shape[1])
-    np.add.at(total, groups, result.road_scores)
+    np.add.at(total, groups, scores)
     np.add.at(count, groups, 1)
     drawn: FloatArray = (weights @ total) / np.maximum(weights @ count, 1)
     return drawn
@@ -175,7 +186,12 @@ def _auroc_draws(result: CellResult, test: TestSet, weights: FloatArray) -> Floa
     return found
 
 
-_DRAWS = {"macro_f1": _f1_draws, "road": _road_draws, "auroc": _auroc_draws}
+_DRAWS = {
+    "macro_f1": _f1_draws,
+    "road": _road_draws,
+    "road_matched": _matched_draws,
+    "auroc": _auroc_draws,
+}
 
 
 @lru_cache(maxsize=4096)

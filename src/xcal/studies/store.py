@@ -132,6 +132,11 @@ class CellResult:
     def road_scores(self) -> NDArray[np.float64]:
         return unpack(self.values["road_scores"]).astype(np.float64) * ROAD_STEP
 
+    @property
+    def road_matched_scores(self) -> NDArray[np.float64]:
+        """ROAD of the same images after temperature scaling on public validation images."""
+        return unpack(self.values["road_matched_scores"]).astype(np.float64) * ROAD_STEP
+
 
 class Results:
     """A folder of results, such as `results/` in a checkout."""
