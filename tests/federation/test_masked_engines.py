@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -262,6 +263,38 @@ def test_a_site_answers_once_under_one_attempt_and_never_without_a_roster(tmp_pa
     (site_dir / ROSTER).unlink()
     assert told(replace(second, sum=replace(second.sum, attempt=later))) == "masks"
     assert charges(tmp_path / "run") == before
+
+
+@pytest.mark.slow
+def test_a_run_s_folder_put_back_sends_nothing_anew_under_the_masks_of_what_was_sent(
+    tmp_path: Path,
+) -> None:
+    """An owner's copy of `runs/RUN` knows neither message nor record; the ledger does."""
+    folder = begin(tmp_path / "run", noise="secure")
+    carrier = OnlyKeys(tmp_path.resolve() / "run/clients")
+    with pytest.raises(UserError):
+        run_experiment(folder, None, prepare(folder.experiment, new=False), carrier)
+    first = decode_request(carrier.asked[3][1], LIMIT)
+    assert isinstance(first, Request) and first.sum is not None and first.client == "0"
+    second = replace(first, sum=replace(first.sum, attempt=replace(first.sum.attempt, number=1)))
+    site_dir = tmp_path / "run/clients/0"
+    (state,) = (site_dir / "runs").iterdir()
+
+    def told(asked: Request) -> str:
+        got = decode_answer(answer(site_dir, encode_request(asked)), LIMIT)
+        return got.code if isinstance(got, Refusal) else "answered"
+
+    for paid, asked in enumerate((first, second), start=1):
+        copy = tmp_path / f"copy {paid}"
+        shutil.copytree(state, copy)
+        assert told(asked) == "answered"
+        newest = tmp_path / f"newest {paid}"
+        shutil.copytree(state, newest)
+        for found, said in ((copy, "site"), (newest, "answered")):
+            shutil.rmtree(state)
+            shutil.copytree(found, state)
+            assert told(asked) == said
+            assert charges(tmp_path / "run") == [paid, 0, 0]
 
 
 @pytest.mark.slow

@@ -89,6 +89,11 @@ class Account:
         return {c.round for c in self._charges}
 
     @property
+    def last_paid(self) -> tuple[int, int]:
+        """The furthest round and step that this run has paid for; (-1, -1): none yet."""
+        return self._last
+
+    @property
     def head(self) -> Head:
         return self._ledger.head
 

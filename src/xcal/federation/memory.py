@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,12 +59,16 @@ class StoredReply:
 
 @dataclass(frozen=True)
 class Begun:
-    """The round begun last, after which answer, the rounds given up since, the newest answered."""
+    """The round begun last, after which answer, the rounds given up since, the newest answered.
+
+    `attempt`: the one begun last, in a round of masked sums.
+    """
 
     round: int
     after: int
     given_up: tuple[int, ...]
     answered: int
+    attempt: int = 0
 
 
 class RunMemory:
@@ -142,26 +147,37 @@ class RunMemory:
 
     # --- which rounds were begun ------------------------------------------------------------------
 
-    def begin(self, ledger: Path, paid: Collection[int], remembered: int) -> None:
+    def begin(
+        self, ledger: Path, paid: Collection[int], remembered: int, last: tuple[int, int]
+    ) -> None:
         """Write down that this round begins; refuse where the ledger knows forgotten rounds.
 
         A round that was begun and never answered, because the client died in it and the server went
         on without, is no such round: the site wrote down that it began it, and after which answer.
+
+        `last`: round and step paid for last. Under masks a step is an attempt, begun here before it
+        is paid for: one that was paid for and not begun may have been sent, and what is drawn anew
+        would go out under the masks of what was.
         """
         now = self._request.round
+        attempt = 0 if self._request.sum is None else self._request.sum.attempt.number
         known = (self._folder / "begun.json").exists()
         begun = self._begun() if known else Begun(remembered, remembered, (), -1)
         given_up = list(begun.given_up) if begun.after == remembered else []
         if begun.after == remembered and remembered < begun.round < now:
             given_up.append(begun.round)
         forgotten = any(r > now or (remembered < r < now and r not in given_up) for r in paid)
+        if self._request.sum is not None:
+            forgotten |= last > (begun.round, begun.attempt)
         if forgotten or remembered not in (begun.after, begun.round) or remembered < begun.answered:
             raise Refused(
                 "site",
                 f"The ledger {ledger} knows rounds of this run that its site does not"
                 " remember: restore the site, or start a new run.",
             )
-        after = Begun(now, remembered, tuple(given_up), begun.answered)
+        if begun.round == now:  # never backwards: an older attempt asked for forgets no newer one
+            attempt = max(attempt, begun.attempt)
+        after = Begun(now, remembered, tuple(given_up), begun.answered, attempt)
         if after != begun or not known:
             self._write_begun(asdict(after))
 
@@ -174,6 +190,7 @@ class RunMemory:
                 int(found["after"]),
                 tuple(int(r) for r in found["given_up"]),
                 int(found.get("answered", -1)),
+                int(found.get("attempt", sys.maxsize)),  # which one, older versions do not say
             )
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
             raise Refused("site", f"{path} cannot be read: restore it from a backup.") from None

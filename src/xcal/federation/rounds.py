@@ -179,7 +179,10 @@ def _train(
             ledger.record_unbounded(request.run, request.round)
     else:
         memory.begin(
-            site.ledger_path, account.rounds_paid, -1 if previous is None else previous.round
+            site.ledger_path,
+            account.rounds_paid,
+            -1 if previous is None else previous.round,
+            account.last_paid,
         )
 
     optimizer = Optimizer(
