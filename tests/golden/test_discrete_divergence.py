@@ -111,3 +111,21 @@ def test_both_directions_by_the_lemma_at_any_order() -> None:
         left = np.logaddexp(order * math.log(a), math.log(r) + order * math.log(b))
         right = np.logaddexp((1 - order) * math.log(a), math.log(r) + (1 - order) * math.log(b))
         assert left >= right - 1e-9
+
+
+@pytest.mark.parametrize(("sigma", "rate"), [(1.0, 0.01), (2.0, 0.1), (4.0, 0.01), (2.0, 0.5)])
+def test_a_unit_at_two_sites_of_one_sum_costs_more_than_the_sum_of_both(
+    sigma: float, rate: float
+) -> None:
+    """Its shares add up before the noise: at most rate 1 − (1 − q)² and multiplier σ/2."""
+    shift = 8
+    scale = sigma * shift
+    for order in (2, 8):
+        reach = int(2 * order * shift + 20 * scale)
+        x = np.arange(-reach, reach + 1, dtype=np.float64)
+        base, once, twice = (log_discrete(x, k * shift, scale) for k in range(3))
+        drawn = (2 * math.log1p(-rate), math.log(2 * rate * (1 - rate)), 2 * math.log(rate))
+        parts = [w + p for w, p in zip(drawn, (base, once, twice), strict=True)]
+        found = divergence(logsumexp(parts, axis=0), base, order)
+        assert found > 1.9 * 2 * step_cost(rate, sigma, order)
+        assert found <= step_cost(1 - (1 - rate) ** 2, sigma / 2, order)

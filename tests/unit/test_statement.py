@@ -84,3 +84,10 @@ def test_whoever_should_beware_is_told(changes, words):
     warnings = make_statement(situation(**changes))["warnings"]
     assert sum(words in warning for warning in warnings) == 1
     assert words not in " ".join(make_statement(situation())["warnings"])
+
+
+def test_under_masks_a_unit_at_several_clients_does_not_pay_just_the_sum():
+    masked = make_statement(situation(shared_units=True, sites=3, honest=2))
+    (warning,) = (w for w in masked["warnings"] if "stand at several clients" in w)
+    assert "more than the sum" in warning and "pays the sum" not in warning
+    assert any("nobody stands at two of the sites" in a for a in masked["assumptions"])

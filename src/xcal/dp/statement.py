@@ -109,6 +109,8 @@ def _masked_assumptions(situation: Situation) -> list[str]:
         "the masks are computational: X25519, HKDF-SHA256, AES-256 and Ed25519 are as strong as"
         " believed, and each site knows the others by their right keys",
         "a site missing in an attempt is counted as an honest one, and the others' shares grow",
+        "nobody stands at two of the sites: in one sum that costs more than twice, and no site's"
+        " ledger knows",
     ]
 
 
@@ -392,6 +394,11 @@ def _warnings(situation: Situation) -> list[str]:
         found.add(
             "Some units stand at several clients: such a unit pays the sum of those clients' costs"
             " at one common order, which is more than the stated epsilon."
+            if situation.honest is None
+            else "Some units stand at several clients: such a unit moves the one sum that they make"
+            " by all that it moves each of them, under noise that counts once. At k of them it"
+            " costs up to what k times the rate and a multiplier k times lower would, which is more"
+            " than the sum of those clients' costs and more than the stated epsilon."
         )
     several = situation.group_name != "record" and _cap(situation) != 1
     if situation.plans and situation.unit == "record" and several:
