@@ -241,6 +241,26 @@ def test_a_hostile_server_is_refused_by_code_and_nothing_is_charged(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_an_attempt_of_any_number_takes_the_room_of_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = begin(tmp_path / "run")
+    carrier = OnlyKeys(tmp_path.resolve() / "run/clients")
+    with pytest.raises(UserError):
+        run_experiment(folder, None, prepare(folder.experiment, new=False), carrier)
+    request = decode_request(carrier.asked[3][1], LIMIT)
+    assert isinstance(request, Request) and request.sum is not None
+    taken: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda handle, start, size: taken.append(size))
+    for number in (0, 10**9):
+        attempt = replace(request.sum.attempt, number=number)
+        asked = replace(request, sum=replace(request.sum, attempt=attempt))
+        got = decode_answer(answer(tmp_path / "run/clients/0", encode_request(asked)), LIMIT)
+        assert isinstance(got, Reply) and got.answer.masked is not None
+    assert taken[0] == taken[1]
+
+
+@pytest.mark.slow
 def test_a_site_answers_once_under_one_attempt_and_never_without_a_roster(tmp_path: Path) -> None:
     carrier = by_bytes(tmp_path / "run", rounds=2)
     sums = [data for client, data in carrier.asked if client == "0"]

@@ -196,7 +196,8 @@ def _train(
     if request.sum is not None:  # one step a round, by the number of the attempt
         steps = request.sum.attempt.number + 1
     # Where an answer could not be kept, nothing is to be paid for it.
-    memory.hold_room(weights, steps)
+    # A sum is one step, whatever number a server gives its attempt.
+    memory.hold_room(weights, steps if request.sum is None else 1)
     site.remember(ledger.head)
     tail = StepAverage(model, steps, experiment.average_steps)
     split = _worth_keeping(site, model, method, experiment, feature_cache_mb)
