@@ -6,6 +6,7 @@ import html
 import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from made_sites import tiny_site
 from wire import a_request, ask
 from xcal.dp.accounting import epsilon_at
 from xcal.dp.ledger.analysis import spending
+from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.federation.certificate import KEY, read_certificate
 from xcal.federation.messages import Reply
@@ -68,6 +70,21 @@ def test_the_page_says_what_was_paid_and_verifies(
     again = page_of(invoke, site_dir, tmp_path / "again.html")
     assert read_certificate(again).key == found.key
     assert len(read_certificate(again).facts["runs"]) == 2
+
+
+def test_a_run_whose_noise_is_shared_is_told_apart(
+    site_dir: Path, tmp_path: Path, invoke: Invoke
+) -> None:
+    """Its (ε, δ) is another promise than one by the site's own noise: guarantee.md §10."""
+    with Ledger(site_dir / "ledger.sqlite") as ledger:
+        (terms,) = ledger.runs.values()
+        ledger.reserve(replace(terms, run="shared", honest=2))
+    page = page_of(invoke, site_dir, tmp_path / "page.html")
+    own, shared = read_certificate(page).facts["runs"]
+    assert "honest" not in own and shared["honest"] == 2
+    assert page.read_text().count("holds while 2 of its sites are honest") == 1
+    assert invoke("ledger", "verify", str(page), "--ledger", str(site_dir))[0] == 0
+    assert "masked, 2 honest" in " ".join(invoke("ledger", "show", str(site_dir))[1].split())
 
 
 def test_a_changed_page_is_found(site_dir: Path, tmp_path: Path, invoke: Invoke) -> None:

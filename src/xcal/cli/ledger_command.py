@@ -110,7 +110,7 @@ def show_command(
                 (
                     run.run,
                     run.method,
-                    run.accountant,
+                    run.accountant if run.honest is None else f"masked, {run.honest} honest",
                     f"{run.epsilon:g}",
                     f"{run.delta:g}",
                     f"{paid['epsilon_spent']:.4g}",

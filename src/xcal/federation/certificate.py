@@ -150,7 +150,10 @@ def check_against(page: Checked, ledger: Path) -> None:
     if own.exists() and _raw(site_key(ledger.parent).public_key()).hex() != page.key:
         raise UserError(f"The page is signed with the key {page.key}, which is not {own}.")
     told = [{k: v for k, v in run.items() if k != "recipients"} for run in facts["runs"]]
-    if json.loads(json.dumps(spending(rows[: head.count]))) != told:
+    found = spending(rows[: head.count])
+    if not any("honest" in run for run in told):  # a page of before it was told
+        found = [{k: v for k, v in run.items() if k != "honest"} for run in found]
+    if json.loads(json.dumps(found)) != told:
         raise UserError(f"The page tells other runs than the first {head.count} rows of {ledger}.")
 
 
@@ -166,6 +169,13 @@ _STYLE = (
 
 def _number(value: float | None, nothing: str = "∞") -> str:
     return nothing if value is None else f"{value:.4g}"
+
+
+def _shared(run: dict[str, Any]) -> str:
+    """What the promise of a run rests on that shares its noise with other sites."""
+    if "honest" not in run:
+        return ""
+    return f" (noise shared under masks: holds while {run['honest']} of its sites are honest)"
 
 
 def _page(facts: dict[str, Any], key: str) -> str:
@@ -184,7 +194,7 @@ def _page(facts: dict[str, Any], key: str) -> str:
             f"<td>{safe(cell)}</td>"
             for cell in (
                 run["run"],
-                run["method"],
+                run["method"] + _shared(run),
                 run["unit"],
                 f"({_number(run['epsilon'])}, {_number(run['delta'], '–')})",
                 _number(run["epsilon_spent"]),

@@ -230,6 +230,7 @@ def spending(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Every run's target, and what of it was spent: ε by the odometer, and the share of its Σρ.
 
     None: a method without a guarantee. The share says little about ε, which does not start at 0.
+    `honest`, only where noise is shared under masks: on how many sites it counts.
     """
     found = []
     for run in runs_of(rows).values():
@@ -254,6 +255,7 @@ def spending(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 "epsilon_spent": epsilon,
                 "share": share,
                 "charges": len(charges),
+                **({} if run.honest is None else {"honest": run.honest}),
             }
         )
     return found
