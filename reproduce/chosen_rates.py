@@ -1,16 +1,18 @@
-"""Which rate each method learns best with, by its last rounds on public validation images."""
+"""Which rate methods learn best with, by their last rounds on public validation images.
+
+One for all methods at a set and ε, and one for `plain` cells: the mean over methods decides.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from reproduce.declared import declare
-from reproduce.probe import PLAIN, RATES_FILE
+from reproduce.probe import PLAIN, RATES_FILE, RECIPE
 from reproduce.store import Results
 from xcal.errors import UserError
 
@@ -24,26 +26,31 @@ def choose_rates(path: Path, scale: str) -> int:
     found = Results(path).of_grid(grid := declare("rates", scale))
     if not found:
         raise UserError(f"{path} has no finished cell of the study `rates`: run that first.")
-    tried: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    tried: dict[tuple[str, str, str], dict[float, dict[str, list[float]]]] = {}
     rows = []
     for cell in grid.cells:
         result = found.get(cell)
         if result is None or not result.finished:
             continue
-        name = f"{cell.method}, {PLAIN}" if cell.variant.startswith(PLAIN) else cell.method
+        recipe = PLAIN if cell.variant.startswith(PLAIN) else RECIPE
         epsilon = "none" if cell.epsilon is None else f"{cell.epsilon:g}"
         value = fmean(f for f in result.values["rounds"]["f1"][-LAST:] if f is not None)
-        lr = float(cell.keys["lr"])
-        tried[name, str(cell.keys["data"]), epsilon].append((value, lr))
-        rows.append(
-            [name, cell.keys["data"], epsilon, lr, round(value, 4), result.values["commit"]]
-        )
+        data, lr = str(cell.keys["data"]), float(cell.keys["lr"])
+        by_rate = tried.setdefault((recipe, data, epsilon), {})
+        by_rate.setdefault(lr, {}).setdefault(cell.method, []).append(value)
+        about = [recipe, cell.method, data, epsilon, lr, cell.seed]
+        rows.append([*about, round(value, 4), result.values["commit"]])
     chosen: dict[str, Any] = {}
-    for (name, data, epsilon), values in sorted(tried.items()):
-        chosen.setdefault(name, {}).setdefault(data, {})[epsilon] = max(values)[1]
+    for (recipe, data, epsilon), by_rate in sorted(tried.items()):
+        # A rate that a method diverged at is none; seeds count within their method.
+        whole = {lr: m for lr, m in by_rate.items() if len(m) == max(map(len, by_rate.values()))}
+        best = max(whole, key=lambda lr: fmean(fmean(values) for values in whole[lr].values()))
+        chosen.setdefault(recipe, {}).setdefault(data, {})[epsilon] = best
     RATES_FILE.write_text(json.dumps(chosen, indent=1) + "\n")
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
-        out.writerow(["method", "data", "epsilon", "lr", "validation_macro_f1", "commit"])
+        out.writerow(
+            ["recipe", "method", "data", "epsilon", "lr", "seed", "validation_macro_f1", "commit"]
+        )
         out.writerows(rows)
     return len(tried)

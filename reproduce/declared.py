@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
-from reproduce.probe import RATES
+from reproduce.probe import RATE_SEEDS, RATES
 from reproduce.scales import METHODS, WITHOUT_EPSILON, Scale, get_scale, make_cell
 from xcal.config import nearest
 from xcal.errors import UserError
@@ -160,17 +161,17 @@ def rates(scale: Scale, choice: Choice) -> Grid:
                 if not _suits(scale, method, network) or method == "xcal":  # which is as fl-dp
                     continue
                 own = None if method in WITHOUT_EPSILON else epsilon
-                values = scale.values(method, data, network, own, 0)
-                tried = {"": values, **scale.also(method, values)}
-                for variant, keys in tried.items():
-                    for lr in RATES.get(own, ()):
+                for seed in range(choice.seeds or RATE_SEEDS.get(method, 1)):
+                    values = scale.values(method, data, network, own, seed)
+                    tried = {"": values, **scale.also(method, values)}
+                    for (variant, keys), lr in product(tried.items(), RATES.get(own, ())):
                         name = f"{variant}, lr = {lr:g}" if variant else f"lr = {lr:g}"
                         cells.append(make_cell(scale.name, {**keys, "lr": lr}, 0, name))
     return Grid(
         "rates",
         scale.name,
         without_repetition(cells),
-        question="Which rate does each method learn best with, by validation images?",
+        question="Which rate do methods learn best with, by validation images?",
     )
 
 

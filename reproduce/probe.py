@@ -21,6 +21,7 @@ from xcal.studies.grid import PROBE
 
 PLAIN = "plain"
 """The variant without what helps: one view of an image, standardized channels."""
+RECIPE = "recipe"
 RATES_FILE = Path(__file__).with_name("rates.json")
 # Cells and moles have no upright; chests do. Whitening drowns in noise at ε = 0.05.
 VIEWS = {"blood-cells": "mirrored-turns", "ham10000": "mirrored-turns", "chest-xray14": "shifts"}
@@ -35,6 +36,7 @@ RATES: Mapping[float | None, tuple[float, ...]] = {
     50.0: (0.2, 0.5, 1.0),
     None: (0.01, 0.03, 0.1),
 }
+RATE_SEEDS = {"fl-dp": 3, "fl": 3}  # of all other methods one
 # At N clients each has as many fewer images, and draws as many fewer.
 BATCH, CLIENTS, LEAST_BATCH = 1024, 3, 32
 # With whole groups as units a client has few: it draws nearly all of them.
@@ -48,9 +50,12 @@ def _rates() -> dict[str, Any]:
 
 
 def chosen_rate(method: str, data: str, epsilon: float | None, plain: bool = False) -> float:
-    """The rate that validation images chose for the method; in the middle where none did yet."""
-    method = "fl-dp" if method == "xcal" else method  # whose step it takes
-    by_epsilon = _rates().get(f"{method}, plain" if plain else method, {}).get(data, {})
+    """The rate that validation images chose; in the middle where they did not yet.
+
+    One for all methods with the same recipe: a choice for each of them by its few validation images
+    is mostly chance, and would be taken for what the method does.
+    """
+    by_epsilon = _rates().get(PLAIN if plain else RECIPE, {}).get(data, {})
     nearest = min((e for e in RATES if e is not None), key=lambda e: abs(e - (epsilon or 0.5)))
     own = None if method in WITHOUT_EPSILON else epsilon
     middle = RATES.get(own, RATES[nearest])[1]
