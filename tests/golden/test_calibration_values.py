@@ -141,3 +141,12 @@ def test_plan_of_the_published_method():
     assert plan.sigma_static == pytest.approx(4.23, rel=EXACT)
     assert plan.sigma_ref == pytest.approx(4.83, rel=EXACT)
     assert plan.sigma_signal == pytest.approx(36.6, rel=EXACT)
+
+
+@pytest.mark.parametrize("target", [0.5, 5.0, 50.0])
+def test_whole_orders_only_ever_count_more(target: float) -> None:
+    """What noise in whole numbers may claim: never less than the best of all orders."""
+    sigma = calibrate(target, DELTA, RATE, STEPS, whole_orders=True).sigma
+    whole = epsilon_rdp(RATE, sigma, STEPS, DELTA, whole_orders=True)
+    assert epsilon_rdp(RATE, sigma, STEPS, DELTA) <= whole
+    assert whole == pytest.approx(target, rel=1e-2) and whole <= target * (1 + 1e-9)

@@ -251,9 +251,18 @@ def best_epsilon(orders: Sequence[float], costs: Floats, delta: float) -> tuple[
     return values[k], orders[k]
 
 
-def epsilon_rdp(rate: float, sigma: float, steps: int, delta: float) -> float:
-    """ε of `steps` equal steps, the tight conversion at the best order."""
-    return best_epsilon(ORDERS, steps * cost_profile(rate, sigma), delta)[0]
+def epsilon_rdp(
+    rate: float, sigma: float, steps: int, delta: float, *, whole_orders: bool = False
+) -> float:
+    """ε of `steps` equal steps, the tight conversion at the best order.
+
+    `whole_orders`: only at those is the discrete Gaussian's cost proved (docs/guarantee.md §10).
+    """
+    costs = steps * cost_profile(rate, sigma)
+    if whole_orders:
+        chosen = [i for i, order in enumerate(ORDERS) if order == int(order)]
+        return best_epsilon([ORDERS[i] for i in chosen], costs[chosen], delta)[0]
+    return best_epsilon(ORDERS, costs, delta)[0]
 
 
 SCORE_SENSITIVITY = 0.5  # Σ(u − ½) with u in [0, 1]: zeroing one unit moves it by at most ½

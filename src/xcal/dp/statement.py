@@ -95,8 +95,9 @@ class Situation:
 
 MASKED_SEES = (
     "in every attempt at a round one masked vector of each site, uniformly random to whoever does"
-    " not have its keys; the sum of all of them, which is the noisy sum of clipped gradients; each"
-    " site's number of units, noise multiplier, odometer and ledger head; and who takes part"
+    " not have its keys; the sum of all of them, which is the noisy sum of clipped gradients and,"
+    " where C adapts, of how many were within C; each site's number of units, noise"
+    " multiplier, odometer and ledger head; and who takes part"
 )
 
 

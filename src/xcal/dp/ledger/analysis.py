@@ -109,13 +109,17 @@ def _total(rate: float, sigmas: Sequence[float], order: float) -> float:
 @lru_cache(maxsize=64)
 def _static(run: RunTerms, rate: float, made: int, pld: bool) -> StaticPlan:
     assert run.epsilon is not None and run.delta is not None and run.order is not None
-    sigma = run.sigma or calibrate(run.epsilon, run.delta, rate, run.steps).sigma
+    masked = run.honest is not None  # noise in whole numbers
+    sigma = run.sigma
+    if sigma is None:
+        found = calibrate(run.epsilon, run.delta, rate, run.steps, whole_orders=masked)
+        sigma = found.sigma
     return StaticPlan(
         sigma,
         step_cost(rate, sigma, run.order),
         made,
-        epsilon_rdp(rate, sigma, made, run.delta),
-        epsilon_pld(rate, sigma, made, run.delta) if pld else None,
+        epsilon_rdp(rate, sigma, made, run.delta, whole_orders=masked),
+        epsilon_pld(rate, sigma, made, run.delta) if pld and not masked else None,
     )
 
 
