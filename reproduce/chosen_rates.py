@@ -1,6 +1,7 @@
 """Which rate methods learn best with, by their last rounds on public validation images.
 
-One for all methods at a set and ε, and one for `plain` cells: the mean over methods decides.
+One for all methods at a set and ε, and one for `plain` cells: the mean over methods decides. What
+the study `rates` has not tried yet is as the levers chose it (benchmarks/results/levers).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def choose_rates(path: Path, scale: str) -> int:
         by_rate.setdefault(lr, {}).setdefault(cell.method, []).append(value)
         about = [recipe, cell.method, data, epsilon, lr, cell.seed]
         rows.append([*about, round(value, 4), result.values["commit"]])
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, Any] = json.loads(RATES_FILE.read_text()) if RATES_FILE.exists() else {}
     for (recipe, data, epsilon), by_rate in sorted(tried.items()):
         # A rate that a method diverged at is none; seeds count within their method.
         whole = {lr: m for lr, m in by_rate.items() if len(m) == max(map(len, by_rate.values()))}
