@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -398,10 +399,48 @@ def test_criteria() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [list(range(N - 1)), [None] * N, [float("nan")] * N, [""] * N, [[1]] * N]
+    "ids",
+    [
+        list(range(N - 1)),
+        [None] * N,
+        [float("nan")] * N,
+        [""] * N,
+        [[1]] * N,
+        [object() for _ in range(N)],  # told apart by where they lie, not by whose they are
+        {f"scan {i}": i // 4 for i in range(N)},  # its keys are the scans
+        set(range(N)),
+        "p" * N,
+        7,
+        [i // 4 if i % 2 else str(i // 4) for i in range(N)],  # 7 and "7"
+        [torch.tensor([i, i]) for i in range(N)],
+    ],
 )
-def test_groups(ids: list[Any]) -> None:
-    refused("groups", lambda: private(groups=ids))
+def test_groups(ids: Any) -> None:
+    error = refused("groups", lambda: private(groups=ids))
+    assert str(error).startswith("groups ") and str(error).count(". ") == 0
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        torch.tensor,  # as `[item[2] for item in dataset]` gives them
+        lambda i: torch.tensor([i]),
+        np.int64,
+        lambda i: np.array([i]),
+        str,
+        lambda i: ("clinic", torch.tensor(i)),
+    ],
+)
+def test_one_id_is_one_unit_whatever_holds_it(one: Callable[[int], Any]) -> None:
+    engine = xcal.PrivacyEngine(seed=0)
+    private(engine, groups=[one(i // 4) for i in range(N)])
+    assert f"of units ({N // 4})" in " ".join(engine.statement().split())
+
+
+def test_spaces_around_an_id_name_nobody_else() -> None:
+    engine = xcal.PrivacyEngine(seed=0)
+    private(engine, groups=[f"p{i // 4}" + " " * (i % 4) for i in range(N)])
+    assert f"of units ({N // 4})" in " ".join(engine.statement().split())
 
 
 @pytest.mark.parametrize(

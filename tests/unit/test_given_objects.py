@@ -160,6 +160,9 @@ def test_groups_may_be_given_beside_the_data(tmp_path: Path) -> None:
         groups=(ids, ["p0"] * len(tiny().validation), ["x"] * len(tiny().test)),
     )
     assert shared.shared_groups == 1
+    tensors = [torch.tensor([g]) for g in tiny().train.groups]
+    held = image_data(scans(patients=False), classes=CLASSES, groups=tensors)
+    assert np.array_equal(held.train.groups, inside.train.groups)
     plain = image_data(scans(patients=False), classes=CLASSES)
     assert plain.group_name == "record" and not plain.groups_known
 
@@ -204,6 +207,10 @@ IMAGES = torch.rand(4, 3, 16, 16)
         ({"data": (None, None, None)}, "no training images"),
         ({"data": (iter([]), None, None)}, "with a length"),
         ({"groups": ["a", "b"]}, "groups has 2 ids"),
+        ({"groups": {f"{i}.png": "a" for i in range(len(tiny().train))}}, "groups is of type dict"),
+        ({"groups": 3}, "groups is of type int"),
+        ({"groups": [object() for _ in range(len(tiny().train))]}, "must be a number or a string"),
+        ({"groups": [[1] for _ in range(len(tiny().train))]}, "must be a number or a string"),
         ({"model": 3}, "give a torch.nn.Module"),
         ({"model": lambda a, b: None}, "must take"),
         ({"layer": "nine"}, "no module of that name"),

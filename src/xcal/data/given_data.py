@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xcal.data.decode import as_rgb, squared
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
+from xcal.dp.sampling import ids_in_order, plain_ids
 from xcal.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -118,7 +119,10 @@ def _split(
     if found and len(found) != len(pictures):
         raise UserError(f"Some items of {name} name a group and some do not: all must, or none.")
     if groups is not None:
-        found = list(groups)
+        try:
+            found = ids_in_order(groups)
+        except ValueError as problem:
+            raise UserError(f"groups {problem}.") from None
         if len(found) != len(pictures):
             raise UserError(
                 f"groups has {len(found)} ids for {len(pictures)} images of {name}: give one each."
@@ -214,23 +218,19 @@ def _one_side(splits: list[list[NDArray[np.uint8]]]) -> int:
 
 def _numbers(ids: list[list[Any] | None], lengths: list[int]) -> list[NDArray[np.int64]]:
     """A number for each group, the same in every split; an image without one has its own."""
+    try:
+        plain = iter(plain_ids(one for found in ids for one in found or ()))
+    except ValueError as problem:
+        raise UserError(f"groups {problem}; or give no groups.") from None
     known: dict[Any, int] = {}
-    for found in ids:
-        for one in found or ():
-            known.setdefault(_hashable(one), len(known))
-    first, numbers = len(known), []
-    for found, length in zip(ids, lengths, strict=True):
-        if found is None:
-            numbers.append(np.arange(first, first + length, dtype=np.int64))
+    numbers = [
+        None if found is None else [known.setdefault(next(plain), len(known)) for _ in found]
+        for found in ids
+    ]
+    first, made = len(known), []
+    for own, length in zip(numbers, lengths, strict=True):
+        if own is None:
+            own = list(range(first, first + length))
             first += length
-        else:
-            numbers.append(np.array([known[_hashable(one)] for one in found], dtype=np.int64))
-    return numbers
-
-
-def _hashable(one: Any) -> Any:
-    """An id of one group; a tensor or array of one number is that number."""
-    one = one.item() if isinstance(one, Tensor | np.generic | np.ndarray) else one
-    if one is None or one == "" or one != one:
-        raise UserError("A group's id is empty: everybody needs one, or give no groups.")
-    return one
+        made.append(np.array(own, dtype=np.int64))
+    return made

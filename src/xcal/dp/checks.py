@@ -21,7 +21,7 @@ from xcal.dp.loader import check_loader
 from xcal.dp.mechanism import Mechanism
 from xcal.dp.pld import SIGMA_SLACK, delta_bound
 from xcal.dp.refusals import Refused
-from xcal.dp.sampling import UnitTable
+from xcal.dp.sampling import UnitTable, ids_in_order, plain_ids
 from xcal.dp.steps import check_parameters
 from xcal.dp.wrappers import PrivateModule, PrivateOptimizer, check_criterion
 from xcal.errors import UserError
@@ -117,24 +117,20 @@ def _units(groups: Sequence[Any] | NDArray[Any] | Tensor | None, records: int) -
     """Every record a unit of its own, or all that share an id."""
     if groups is None:
         return UnitTable.records(records)
-    ids = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else list(groups)
-    if len(ids) != records:
-        raise Refused(
-            "groups",
-            f"groups has {len(ids)} ids, and the data set {records} items: give one id for each, in"
-            " the data set's order.",
-        )
-    if any(one is None or one != one or one == "" for one in ids):
-        raise Refused(
-            "groups",
-            "Some items have no id in groups (None, NaN or an empty string): whose they are must be"
-            " known, or given an id of their own.",
-        )
-    numbers: dict[Any, int] = {}
     try:
-        return UnitTable.groups(np.array([numbers.setdefault(one, len(numbers)) for one in ids]))
-    except TypeError:
-        raise Refused("groups", "An id in groups must be a number or a string.") from None
+        ids = ids_in_order(groups)
+        if len(ids) != records:
+            raise Refused(
+                "groups",
+                f"groups has {len(ids)} ids, and the data set {records} items: give one id for"
+                " each, in the data set's order.",
+            )
+        numbers: dict[Any, int] = {}
+        return UnitTable.groups(
+            np.array([numbers.setdefault(one, len(numbers)) for one in plain_ids(ids)])
+        )
+    except ValueError as problem:
+        raise Refused("groups", f"groups {problem}.") from None
 
 
 def load_saved(path: Path) -> dict[str, Any]:

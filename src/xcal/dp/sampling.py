@@ -7,8 +7,9 @@ in them: what one unit's uniforms decide never depends on who else is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,6 +61,54 @@ class UnitTable:
     def sizes(self) -> NDArray[np.int64]:
         """Images per unit."""
         return np.diff(self.starts)
+
+
+def ids_in_order(groups: Any) -> list[Any]:
+    """Groups as a user gives them, one for each item; a `ValueError` ends "groups …".
+
+    A mapping would be read as its keys, a text as its letters, a set in any order.
+    """
+    if isinstance(groups, Tensor | np.ndarray):
+        groups = groups.tolist()
+    if isinstance(groups, Mapping | Set | str | bytes) or not isinstance(groups, Iterable):
+        raise ValueError(
+            f"is of type {type(groups).__name__}: give a list or an array with one id for each"
+            " item, in the data set's order"
+        )
+    return list(groups)
+
+
+def plain_ids(ids: Iterable[Any]) -> list[Any]:
+    """Ids of groups as values that are equal where they are the same; a `ValueError` otherwise.
+
+    Tensors and objects are told apart by where they lie in memory: taken as they are, everybody's
+    every item would be a group of its own.
+    """
+    found = [_plain_id(one) for one in ids]
+    if len({isinstance(one, str) for one in found}) > 1:
+        raise ValueError(
+            "holds numbers and text, so that 7 and '7' would be two people: give ids of one kind"
+        )
+    return found
+
+
+def _plain_id(one: Any) -> Any:
+    if isinstance(one, Tensor | np.ndarray | np.generic) and np.prod(one.shape) == 1:
+        one = one.item()
+    if isinstance(one, tuple) and one:
+        return tuple(map(_plain_id, one))
+    if isinstance(one, str):
+        one = one.strip()
+    if one is None or one == "" or (isinstance(one, float) and one != one):
+        raise ValueError(
+            "names nobody for some items (None, NaN or an empty string): whose they are must be"
+            " known, or given an id of their own"
+        )
+    if not isinstance(one, str | int | float):
+        raise ValueError(
+            f"holds an id of type {type(one).__name__}: an id must be a number or a string"
+        )
+    return one
 
 
 def poisson_draw(uniforms: NDArray[np.float64], rate: float) -> NDArray[np.int64]:
