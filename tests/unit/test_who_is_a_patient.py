@@ -505,3 +505,29 @@ def test_a_trial_without_a_unit_takes_that_of_its_data(tmp_path: Path) -> None:
     site_dir = create_site(tmp_path / "site", about, policy, unit="group")
     assert site_dir.trial().unit == "group"
     assert [f for f in check_site(site_dir) if f.level == "problem"] == []
+
+
+def test_a_ledger_of_patients_is_not_charged_for_their_studies(
+    tmp_path: Path, invoke: Invoke
+) -> None:
+    table = csv_of(tmp_path / "ward")
+    rows = table.read_text().splitlines()[1:]
+    studies = [f"{row},S{i // 2}" for i, row in enumerate(rows)]
+    table.write_text("\n".join(["path,label,PatientID,study", *studies]))
+    ward = ["data", "import", str(table), *SMALL, "--all-train"]
+    assert invoke(*ward)[0] == 0
+    limits = "--unit group --epsilon 20 --delta 1e-2 --population ward".split()
+    assert invoke("ledger", "create", str(tmp_path / "site"), *limits)[0] == 0
+    keys = words(sites=[str(tmp_path / "site")], epsilon=2.0, delta=1e-3)
+    assert invoke("run", *keys, "--out", str(tmp_path / "patients"))[0] == 0
+    paid = read_rows(tmp_path / "site" / "ledger.sqlite")
+    assert invoke(*ward, "--group-column", "study", "--replace")[0] == 0
+    code, _, err = invoke("run", *keys, "--out", str(tmp_path / "studies"))
+    assert code == 2 and err.count("\n") == 1
+    assert f"in {PATIENTS} groups" in err and "--group-column" in err
+    assert read_rows(tmp_path / "site" / "ledger.sqlite") == paid
+    # Under other names, in another order, they are the same groups.
+    renamed = [line.replace("P-", "Q-1") for line in reversed(studies)]
+    table.write_text("\n".join(["path,label,PatientID,study", *renamed]))
+    assert invoke(*ward, "--replace")[0] == 0
+    assert invoke("run", *keys, "--out", str(tmp_path / "again"))[0] == 0

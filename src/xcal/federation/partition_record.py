@@ -2,7 +2,9 @@
 
 One data set spread over several sites anew, by another seed say, would move people from one ledger
 to another: each would grant them its whole limit. So a site of a real population keeps to the
-partition it was first charged for. The file stays at the site; its digest is made of private names.
+partition it was first charged for; and where its ledger is kept per group, to who is one
+group: what studies have paid does not add up to what their patient has. The file stays at the site;
+its digests are made of private names.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class PartitionRecord:
     keys: Mapping[str, Any]  # of the experiment; they only explain why the images differ
     units: int  # present, by the guarantee's unit
     images: str  # digest of the images' names
+    groups: str | None = None  # digest of which of them are one unit; None: each, or not written
     shared: bool = False  # some units stand at other clients as well
 
     @staticmethod
@@ -55,6 +58,7 @@ class PartitionRecord:
             {k: getattr(experiment, k) for k in PARTITION_KEYS} | {"clients": num_partitions},
             UnitTable.of(experiment.privacy_unit, images.groups).n_units,
             hashlib.sha256("\n".join(sorted(images.ids.tolist())).encode()).hexdigest(),
+            _digest_of_groups(images) if experiment.privacy_unit == "group" else None,
             shared,
         )
 
@@ -72,7 +76,17 @@ class PartitionRecord:
     def check_remembered(self, site_dir: Path) -> None:
         """Refuse these images where the site's ledger has paid for another partition."""
         known = recorded_partition(site_dir)
-        if known is None or known.images == self.images:
+        if known is None:
+            return
+        if known.images == self.images:
+            if None not in (known.groups, self.groups) and known.groups != self.groups:
+                raise Refused(
+                    "data",
+                    f"The ledger of the site {site_dir} was charged for {known} in {known.units}"
+                    f" groups, and the same images are now in {self.units} other ones, so that what"
+                    " one of them has paid would not be known: import the data set as it was, with"
+                    " the same --group-column.",
+                )
             return
         if known.num_partitions == self.num_partitions == 1:
             return  # nobody's charges go elsewhere where one site has all there is
@@ -99,6 +113,14 @@ class PartitionRecord:
         )
 
 
+def _digest_of_groups(images: Images) -> str:
+    """Which images are together, whatever number or order their groups have."""
+    first: dict[int, str] = {}
+    pairs = sorted(zip(images.ids.tolist(), images.groups.tolist(), strict=True))
+    lines = (f"{name}\t{first.setdefault(group, name)}" for name, group in pairs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def _told(key: str, value: object) -> str:
     """A key as an experiment file has it."""
     return f"no {key}" if value is None else to_toml({key: value}).strip()
@@ -114,6 +136,7 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
         sound = isinstance(found.keys, dict) and "data" in found.keys
         sound &= all(isinstance(v, int) for v in (found.partition_id, found.num_partitions))
         sound &= isinstance(found.units, int) and isinstance(found.images, str)
+        sound &= isinstance(found.groups, str | None)
     except (UserError, TypeError, ValueError):
         sound = False
     if not sound:
