@@ -531,3 +531,19 @@ def test_a_ledger_of_patients_is_not_charged_for_their_studies(
     table.write_text("\n".join(["path,label,PatientID,study", *renamed]))
     assert invoke(*ward, "--replace")[0] == 0
     assert invoke("run", *keys, "--out", str(tmp_path / "again"))[0] == 0
+
+
+def test_a_cell_too_many_shifts_nobody_into_another_column(tmp_path: Path, invoke: Invoke) -> None:
+    table = csv_of(tmp_path / "ward")
+    lines = table.read_text().splitlines()
+    shifted = [
+        line.replace("ill,", "ill, left,") if i == 8 else line for i, line in enumerate(lines)
+    ]
+    table.write_text("\n".join(shifted))
+    code, _, err = invoke("data", "import", str(table), *SMALL)
+    assert code == 2 and err.count("\n") == 1
+    assert "table.csv, line 9" in err and "double quotes" in err and "left" not in err
+    quoted = [line.replace("ill, left", '"ill, left"') for line in shifted]
+    table.write_text("\n".join(line + "," for line in quoted))  # an empty last cell says nothing
+    assert invoke("data", "import", str(table), *SMALL)[0] == 0
+    assert sum(len(np.unique(images.groups)) for _, images in load("ward").splits()) == PATIENTS

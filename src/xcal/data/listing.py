@@ -254,6 +254,13 @@ def read_table(files: Files, name: str) -> list[dict[str, str]]:
                 " rename one of them, and say which one does with --group-column."
             )
         for row in reader:
+            # An unquoted delimiter shifts all cells after it, also the one that names a person.
+            if any(cell.strip() for cell in row.get(None) or ()):
+                raise UserError(
+                    f"{name}, line {reader.line_num}: the row has more cells than the heading has"
+                    f" columns ({len(heading)}), so that which cell belongs to which column is not"
+                    f" known; put text with {delimiter!r} in it between double quotes."
+                )
             rows.append(
                 {
                     key.strip(): value.strip()
