@@ -83,7 +83,11 @@ def words(**changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "column", ["PatientID", "Patient ID", "patient_id", "PATIENT-ID", "patient.id", "Subject Id"]
+    "column",
+    [
+        *("PatientID", "Patient ID", "patient_id", "PATIENT-ID", "patient.id", "Subject Id"),
+        *("Patient (ID)", "Subject ID:", "#patient", "Patient/ID", "'patient'", "\u200bPatient ID"),
+    ],
 )
 def test_a_patient_column_is_found_however_it_is_spelled(
     tmp_path: Path, invoke: Invoke, column: str
@@ -531,6 +535,16 @@ def test_a_ledger_of_patients_is_not_charged_for_their_studies(
     table.write_text("\n".join(["path,label,PatientID,study", *renamed]))
     assert invoke(*ward, "--replace")[0] == 0
     assert invoke("run", *keys, "--out", str(tmp_path / "again"))[0] == 0
+
+
+@pytest.mark.parametrize("column", ["patient_id_hash", "PatientID.1", "Patienten-Nr.", "Case Nr 2"])
+def test_nobody_declares_one_image_each_beside_a_column_that_says_otherwise(
+    tmp_path: Path, invoke: Invoke, column: str
+) -> None:
+    table = csv_of(tmp_path / "ward", f"path,label,{column}")
+    code, _, err = invoke("data", "import", str(table), *SMALL, "--one-image-per-person")
+    assert code == 2 and err.count("\n") == 1
+    assert f"--group-column {column!r}" in err
 
 
 def test_a_cell_too_many_shifts_nobody_into_another_column(tmp_path: Path, invoke: Invoke) -> None:

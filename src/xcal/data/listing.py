@@ -117,20 +117,23 @@ class ColumnChoice:
 
 # What stands for a person or what is hers, alone or before a word for a number.
 _WHOSE = "patient|subject|person|participant|individual|case|study|exam|visit|mrn|lesion|accession"
-_IDENTIFIER = re.compile(rf".*({_WHOSE})s?(id|ids|identifier|number|num|no|nr|key|name|code|uid)?")
+_IDENTIFIER = re.compile(
+    rf".*({_WHOSE})(s|en)?(id|ids|identifier|number|num|no|nr|key|name|code|uid|index|idx)?"
+    r"(hash|hashed|anon|anonymized|anonymised|pseudonym|pseudonymized|\d+)?"
+)
 _ID_AT_THE_END = re.compile(r"(?:.*[^A-Za-z])?[Ii][Dd]|.*[a-z](?:ID|UID)|.*InstanceUID")
 _SHORT = re.compile(r"(pid|ptid|patid|patno|patnr|patnum|pat|pt|nhsnumber|nhsno|nhsid)s?")
 # Whose name does not say whose the image is, though it may end in "id".
 _NOT_A_PERSON = re.compile(
-    r".*(site|hospital|center|center|clinic|institution|scanner|device|camera|machine|class|label)"
+    r".*(site|hospital|center|centre|clinic|institution|scanner|device|camera|machine|class|label)"
     r"s?(id|ids|uid)"
 )
 _IMAGE_ITSELF = re.compile(r"(image|img|file|picture|slice|sop|isic)", re.IGNORECASE)
 
 
 def plain_column(name: str) -> str:
-    """A column's name as it is compared: `PatientID`, `Patient ID` and `patient_id` are one."""
-    return re.sub(r"[\s_.\-]", "", name).casefold()
+    """A column's name as it is compared: `PatientID`, `Patient (ID)` and `patient_id` are one."""
+    return re.sub(r"[\W_]", "", name).casefold() or name
 
 
 def find_column(columns: Iterable[str], names: Sequence[str]) -> str | None:

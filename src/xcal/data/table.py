@@ -30,7 +30,7 @@ from xcal.data.listing import (
 from xcal.data.source_files import Files
 from xcal.errors import UserError
 
-# Compared without case, spaces, underscores, hyphens and dots (`plain_column`).
+# Compared by letters and digits alone, without case (`plain_column`).
 PATH_COLUMNS = ("path", "file", "filename", "image", "image_path", "file_path", "image_file")
 _LABEL = ("label", "class", "target", "diagnosis")
 GROUP_COLUMNS = (
