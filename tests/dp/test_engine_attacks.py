@@ -393,3 +393,30 @@ def test_gradients_that_vanish_under_autocast() -> None:
     x, _ = first(made)
     with torch.autocast("cpu", dtype=torch.float16):
         refused("network", lambda: made.module(x))
+
+
+class SetByData(nn.Module):
+    """ActNorm, or the code book of a VQ-VAE: numbers of the batch in parameters, without noise."""
+
+    def __init__(self, *, trained: bool, when: str) -> None:
+        super().__init__()
+        self.inside = network()
+        self.scale = nn.Parameter(torch.ones(1, 6, 6), requires_grad=trained)
+        self.when = when
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (self.when == "training") == torch.is_grad_enabled() and self.training:
+            self.scale.data.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        return self.inside(x / self.scale.detach())
+
+
+@pytest.mark.parametrize("when", ["training", "no_grad"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_network_that_writes_the_batch_into_its_parameters(trained: bool, when: str) -> None:
+    module = SetByData(trained=trained, when=when)
+    made = private(module=module)
+    x, _ = next(iter(made.data_loader))
+    with torch.set_grad_enabled(when == "training"), pytest.raises(Refused) as caught:
+        made.module(x)
+    assert caught.value.code == "network"
+    assert torch.equal(module.scale.detach(), torch.ones(1, 6, 6))

@@ -237,22 +237,60 @@ class PrivateSteps:
             # In single precision, where no rounding blurs it.
             with no_autocast(next(self.module.parameters()).device):
                 self.look_again("network", lambda: check_rows_apart(self.module, args, kwargs))
-        try:
-            if self._at_once is not None and rows > self._at_once:
-                if draw.parts is None:
-                    draw.parts = Parts(self.module, draw.opened.units, rows, self._at_once)
-                answer = draw.parts.forward(call, args, kwargs)
-            else:
-                with draw.opened.recording():
-                    answer = call(*args, **kwargs)
-        except UserError as error:
-            raise Refused("network", str(error)) from None
+        with self._parameters_stay("recorded"):
+            try:
+                answer = self._recorded(draw, call, args, kwargs)
+            except UserError as error:
+                raise Refused("network", str(error)) from None
         for tensor in tensors(answer):
             if tensor.requires_grad:
                 tensor.register_hook(self._going_back_of(draw))  # type: ignore[no-untyped-call]
                 # As it is now: the loop may write into the tensor.
                 draw.outputs.append(get_gradient_edge(tensor))
         return answer
+
+    def _recorded(
+        self,
+        draw: Draw,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        assert draw.opened is not None
+        if self._at_once is not None and draw.rows > self._at_once:
+            if draw.parts is None:
+                draw.parts = Parts(self.module, draw.opened.units, draw.rows, self._at_once)
+            return draw.parts.forward(call, args, kwargs)
+        with draw.opened.recording():
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def _parameters_stay(self, which: str) -> Iterator[None]:
+        """Refuse a pass that writes into parameters, as layers that set themselves by data do.
+
+        They are put back: what was written holds the data, without noise. A copy is compared, since
+        what is written through `.data` moves no version; as often as `look_again` looks.
+        """
+        before: dict[str, Tensor] = {}
+
+        def keep() -> None:
+            before.update((n, p.detach().clone()) for n, p in self.module.named_parameters())
+
+        self.look_again(f"parameters, {which}", keep)
+        yield
+        now = dict(self.module.named_parameters()) if before else {}
+        written = [n for n, p in now.items() if n in before and not _same(p, before[n])]
+        if written:
+            with torch.no_grad():
+                for name in written:
+                    now[name].data.copy_(before[name])
+            self._looked_at.clear()
+            raise Refused(
+                "network",
+                f"The network wrote into its parameter {written[0]!r} in a forward pass: nothing"
+                " but released gradients may change it. What it wrote was taken back; set such"
+                " layers by public data before make_private, or use ones that keep nothing.",
+            )
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -265,7 +303,8 @@ class PrivateSteps:
                     " rows, without noise: call model.eval() before looking at anything.",
                 )
         before = {name: (b, b._version) for name, b in self.module.named_buffers()}
-        yield
+        with self._parameters_stay("looked at"):
+            yield
         for name, now in self.module.named_buffers():
             known, version = before.get(name, (now, now._version))
             if now.shape == known.shape and (now is not known or now._version != version):
@@ -473,6 +512,11 @@ class PrivateSteps:
             )
         assert self._current is not None and self._current.released is not None
         self._check_unchanged(self._current.released)
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    alike = now.shape == before.shape
+    return alike and torch.allclose(now, before, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def check_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
