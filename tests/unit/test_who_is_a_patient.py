@@ -561,3 +561,33 @@ def test_a_cell_too_many_shifts_nobody_into_another_column(tmp_path: Path, invok
     table.write_text("\n".join(line + "," for line in quoted))  # an empty last cell says nothing
     assert invoke("data", "import", str(table), *SMALL)[0] == 0
     assert sum(len(np.unique(images.groups)) for _, images in load("ward").splits()) == PATIENTS
+
+
+def contradicted(*, pixels: int = 16, seed: int = 0) -> ImageData:
+    return replace(support.tiny(pixels=pixels, seed=seed), groups_declared=True)
+
+
+def unsaid(*, pixels: int = 16, seed: int = 0) -> ImageData:
+    return replace(support.tiny(pixels=pixels, seed=seed), group_name=" ")
+
+
+def miscounted(*, pixels: int = 16, seed: int = 0) -> ImageData:
+    return replace(support.tiny(pixels=pixels, seed=seed), ungrouped_images=-3)
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (contradicted, "groups_declared"),
+        (unsaid, "group_name"),
+        (miscounted, "ungrouped_images"),
+    ],
+)
+def test_a_set_that_contradicts_itself_promises_nothing(
+    tmp_path: Path, invoke: Invoke, made: Any, problem: str
+) -> None:
+    named = f"{__name__}:{made.__name__}"
+    code, _, err = invoke("run", *words(data=named), "--out", str(tmp_path / "run"))
+    assert code == 2 and err.count("\n") == 1
+    assert problem in err and "docs/data.md" in err
+    assert not (tmp_path / "run").exists()

@@ -119,6 +119,12 @@ class ImageData:
         for name in ("name", "group_name", "license"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
+        if not self.group_name.strip():
+            raise ValueError("group_name must say what a group is, or 'record' if nobody knows")
+        if type(self.ungrouped_images) is not int or self.ungrouped_images < 0:
+            raise ValueError(
+                f"ungrouped_images must be a number of images, not {self.ungrouped_images!r}"
+            )
         if not isinstance(self.classes, tuple) or len(set(self.classes)) < len(self.classes):
             raise ValueError(f"classes must be a tuple of different names, not {self.classes!r}")
         for split, images in self.splits():
@@ -140,6 +146,14 @@ class ImageData:
                 raise ValueError(
                     f"a label of {self.name}/{split} names none of the {len(self.classes)} classes:"
                     f" labels run from {images.labels.min()} to {images.labels.max()}"
+                )
+
+        if self.groups_declared:
+            groups = np.concatenate([images.groups for _, images in self.splits()])
+            if len(np.unique(groups)) < len(groups):
+                raise ValueError(
+                    "groups_declared says that no two images show one person, and some images have"
+                    " one number in groups: leave it out"
                 )
 
     def splits(self) -> tuple[tuple[str, Images], ...]:
