@@ -591,3 +591,28 @@ def test_a_set_that_contradicts_itself_promises_nothing(
     assert code == 2 and err.count("\n") == 1
     assert problem in err and "docs/data.md" in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("K-007", "k-007"), ("7", "007"), ("7", "7.0"), ("K 7", "K7")]
+)
+@pytest.mark.parametrize("layout", ["csv", "folders"])
+def test_one_patient_written_in_two_ways_is_no_two_patients(
+    tmp_path: Path, invoke: Invoke, one: str, other: str, layout: str
+) -> None:
+    table = csv_of(tmp_path / "ward")
+    lines = table.read_text().replace("P-003", one).replace("P-005", other).splitlines()
+    source = table
+    if layout == "folders":
+        source = table.parent
+        for line in lines[1:]:
+            name, cls, _ = line.split(",")
+            (source / cls).mkdir(exist_ok=True)
+            (source / name).rename(source / cls / name)
+        lines = [",".join(line.split(",")[::2]) for line in lines]
+    table.write_text("\n".join(lines))
+    code, _, err = invoke("data", "import", str(source), *SMALL)
+    assert code == 2 and err.count("\n") == 1
+    assert f"lines {2 + 3 * EACH} and {2 + 5 * EACH}" in err and "--group-column 'PatientID'" in err
+    assert invoke("data", "import", str(source), *SMALL, "--group-column", "PatientID")[0] == 0
+    assert sum(len(np.unique(images.groups)) for _, images in load("ward").splits()) == PATIENTS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -104,6 +105,27 @@ def somebody(value: str) -> str:
     value = value.strip()
     plain = " ".join(value.casefold().replace("_", " ").split())
     return "" if plain in _NOBODY or not any(c.isalnum() for c in plain) else value
+
+
+def check_written_one_way(table: str, rows: Sequence[Mapping[str, str]], column: str) -> None:
+    """Refuse names that may be one person's: of other case or spaces, or numbers as 7, 007 and 7.0.
+
+    The lines are told and not the names, which are private.
+    """
+    seen: dict[str, tuple[str, int]] = {}
+    for number, row in enumerate(rows, start=2):
+        name = somebody(row.get(column, ""))
+        plain = re.sub(r"\s", "", unicodedata.normalize("NFKC", name)).casefold()
+        if whole := re.fullmatch(r"0*(\d+)(\.0*)?", plain):
+            plain = whole[1]
+        known, line = seen.setdefault(plain, (name, number))
+        if known != name:
+            raise UserError(
+                f"{table}, lines {line} and {number}: column {column!r} has two names that differ"
+                " in case, spaces or leading and trailing zeros only, and may be one"
+                f" {group_name_of(column)}'s: write them alike, or say that they are two with"
+                f" --group-column {column!r}."
+            )
 
 
 @dataclass(frozen=True)

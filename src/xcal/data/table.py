@@ -14,6 +14,7 @@ from xcal.data.listing import (
     Listing,
     Record,
     Split,
+    check_written_one_way,
     chosen_column,
     find_column,
     find_group_column,
@@ -71,6 +72,8 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
     if not finding_columns:
         label_column = column(choice.label, "--label-column", _LABEL)
     whose = group_column(table, rows[0], choice, GROUP_COLUMNS)
+    if whose is not None and choice.group is None:
+        check_written_one_way(table, rows, whose)
     split_column = find_column(rows[0], _SPLIT)
     if path_column is None or label_column is None:
         raise UserError(
@@ -246,6 +249,8 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
         if path_column is not None and whose is not None:
             names.append(group_name_of(whose))
             used.append(table)
+            if choice.group is None:
+                check_written_one_way(table, rows, whose)
             for row in rows:
                 given = posixpath.normpath(row[path_column].replace("\\", "/"))
                 beside = posixpath.normpath(posixpath.join(posixpath.dirname(table), given))
