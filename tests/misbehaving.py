@@ -309,6 +309,14 @@ class Mixing(Micro):
         return answers - answers.mean(dim=0, keepdim=True)
 
 
+class MixingMany(Micro):
+    """Only what is larger than a small trial."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        answers = super().forward(images)
+        return answers - answers.mean(dim=0, keepdim=True) if len(images) > 4 else answers
+
+
 class Random(Micro):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images) + 0.01 * torch.randn(len(images), 1)
@@ -328,9 +336,10 @@ attribute = _network(Attribute)
 elsewhere = _network(Elsewhere)
 later = _network(Later)
 mixing = _network(Mixing)
+mixing_many = _network(MixingMany)
 random = _network(Random)
 
-NETWORKS = ("running_mean", "attribute", "elsewhere", "mixing", "random")
+NETWORKS = ("mixing_many", "running_mean", "attribute", "elsewhere", "mixing", "random")
 
 
 def headless(classes: int, *, seed: int) -> nn.Module:

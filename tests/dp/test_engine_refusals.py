@@ -25,6 +25,7 @@ import xcal
 from private_loop import N, data, network, private, train
 from xcal.dp.engine import Private
 from xcal.dp.refusals import Refused
+from xcal.errors import UserError
 
 
 def refused(code: str, call: Callable[[], Any]) -> Refused:
@@ -536,3 +537,15 @@ def test_a_private_loop_may_look_at_what_it_likes() -> None:
             made.optimizer.step()
         found.append(weights(made))
     assert torch.equal(*found)
+
+
+def test_numbers_that_are_text_and_an_empty_set() -> None:
+    with pytest.raises(UserError, match="epsilon must be a number"):
+        private(target_epsilon="3")
+    module = network()
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    keys = {"module": module, "optimizer": plain, "data_loader": loader(batch_size=8)}
+    made = xcal.PrivacyEngine().make_private
+    refused("option", lambda: made(**keys, noise_multiplier="1", max_grad_norm=1.0))
+    empty = DataLoader(TensorDataset(torch.zeros(0, 1, 6, 6), torch.zeros(0).long()), batch_size=2)
+    refused("loader", lambda: private(loader=empty))

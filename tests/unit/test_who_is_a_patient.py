@@ -616,3 +616,28 @@ def test_one_patient_written_in_two_ways_is_no_two_patients(
     assert f"lines {2 + 3 * EACH} and {2 + 5 * EACH}" in err and "--group-column 'PatientID'" in err
     assert invoke("data", "import", str(source), *SMALL, "--group-column", "PatientID")[0] == 0
     assert sum(len(np.unique(images.groups)) for _, images in load("ward").splits()) == PATIENTS
+
+
+def test_nor_where_the_set_has_grown(tmp_path: Path, invoke: Invoke) -> None:
+    """New images of anybody are welcome; those that were charged for stay in their groups."""
+    table = csv_of(tmp_path / "ward")
+    rows = table.read_text().splitlines()[1:]
+    studies = [f"{row},S{i // 2}" for i, row in enumerate(rows)]
+    heading = "path,label,PatientID,study"
+    table.write_text("\n".join([heading, *studies[:-12]]))
+    ward = ["data", "import", str(table), *SMALL, "--all-train"]
+    assert invoke(*ward)[0] == 0
+    limits = "--unit group --epsilon 20 --delta 1e-2 --population ward".split()
+    assert invoke("ledger", "create", str(tmp_path / "site"), *limits)[0] == 0
+    keys = words(sites=[str(tmp_path / "site")], epsilon=2.0, delta=1e-3, expected_batch_size=4)
+    assert invoke("run", *keys, "--out", str(tmp_path / "first"))[0] == 0
+    table.write_text("\n".join([heading, *studies]))
+    assert invoke(*ward, "--replace")[0] == 0
+    assert invoke("run", *keys, "--out", str(tmp_path / "grown"))[0] == 0
+    paid = read_rows(tmp_path / "site" / "ledger.sqlite")
+    # Of the images that came later, too, it is known who is one group.
+    table.write_text("\n".join([heading, *studies[-12:]]))
+    assert invoke(*ward, "--group-column", "study", "--replace")[0] == 0
+    code, _, err = invoke("run", *keys, "--out", str(tmp_path / "studies"))
+    assert code == 2 and "--group-column" in err
+    assert read_rows(tmp_path / "site" / "ledger.sqlite") == paid

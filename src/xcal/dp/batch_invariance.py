@@ -71,11 +71,12 @@ def check_remembers_nothing(network: nn.Module, before: Mapping[str, str]) -> No
         )
 
 
-def check_independence(network: nn.Module, side: int) -> None:
+def check_independence(network: nn.Module, side: int, rows: int = 3) -> None:
     """Refuse a network whose answer to an image depends on others, on earlier ones or on chance.
 
-    Looked at on made-up images, in training mode, on copies; what it cannot see is that a network
-    begins to do so later, which is why a client looks again after every step.
+    Looked at on made-up images, in training mode, on copies: three of them, and `rows` together.
+    What it cannot see is that a network begins to do so later, which is why a client looks again
+    after every step.
     """
     source = torch.Generator().manual_seed(0)
     like = next(network.parameters(), torch.zeros(0))
@@ -93,6 +94,7 @@ def check_independence(network: nn.Module, side: int) -> None:
     _answers(later, strangers)
     _answers(later, strangers[:1], grad=True)
     scale = 1 + float(together.abs().max())
+    crowd = torch.cat([images, made_up(max(0, rows - len(images)), 1.0)])
     for other, why, tolerance in (
         (_answers(fresh, images), "answers at random", 1e-6),
         (_answers(later, images), "answers by what it saw before", 1e-6),
@@ -101,6 +103,7 @@ def check_independence(network: nn.Module, side: int) -> None:
             "mixes the images of a batch",
             1e-3,
         ),
+        (_answers(fresh, crowd)[: len(images)], "mixes the images of a batch", 1e-3),
     ):
         if not torch.allclose(together, other, rtol=0.0, atol=tolerance * scale, equal_nan=True):
             raise DependentNetwork(

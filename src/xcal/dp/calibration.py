@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 from scipy import special
@@ -138,6 +139,11 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def check_target(epsilon: float, delta: float) -> None:
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        require(
+            isinstance(value, Real) and not isinstance(value, bool),
+            f"{name} must be a number, not {value!r}.",
+        )
     require(
         math.isfinite(epsilon) and epsilon > 0,
         f"epsilon must be a positive number, not {epsilon}: choose for example 0.5 or 5.",

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,11 +263,12 @@ class PrivacyEngine:
 
         Guarantee: as the class says, for (target_epsilon, target_delta).
         """
-        if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        known = isinstance(noise_multiplier, Real)
+        if not (known and math.isfinite(noise_multiplier) and noise_multiplier > 0):
             raise Refused(
                 "option",
-                f"noise_multiplier is {noise_multiplier}: without noise nothing is private; give a"
-                " positive number, or train without this engine.",
+                f"noise_multiplier is {noise_multiplier!r}: without noise nothing is private; give"
+                " a positive number, or train without this engine.",
             )
         if (target_epsilon is None) != (target_delta is None):
             raise Refused("option", "Give target_epsilon and target_delta together, or neither.")

@@ -124,6 +124,8 @@ def check_loader(loader: DataLoader[Any]) -> None:
             "The data_loader must be a torch DataLoader over a data set with a length: Poisson"
             " sampling draws every item by itself, which a stream does not allow.",
         )
+    if not len(loader.dataset):  # type: ignore[arg-type]
+        raise Refused("loader", "The data_loader's data set is empty: nobody could be drawn.")
     if type(loader.batch_sampler) is not BatchSampler:
         raise Refused(
             "loader",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class PartitionRecord:
     keys: Mapping[str, Any]  # of the experiment; they only explain why the images differ
     units: int  # present, by the guarantee's unit
     images: str  # digest of the images' names
-    groups: str | None = None  # digest of which of them are one unit; None: each, or not written
+    # By the digest of its name, each image's unit; None: every image is one, or not written yet.
+    members: Mapping[str, int] | None = None
     shared: bool = False  # some units stand at other clients as well
 
     @staticmethod
@@ -58,7 +59,7 @@ class PartitionRecord:
             {k: getattr(experiment, k) for k in PARTITION_KEYS} | {"clients": num_partitions},
             UnitTable.of(experiment.privacy_unit, images.groups).n_units,
             hashlib.sha256("\n".join(sorted(images.ids.tolist())).encode()).hexdigest(),
-            _digest_of_groups(images) if experiment.privacy_unit == "group" else None,
+            _members(images) if experiment.privacy_unit == "group" else None,
             shared,
         )
 
@@ -68,25 +69,33 @@ class PartitionRecord:
         return f"partition {self.partition_id} of {self.num_partitions} of {self.keys['data']!r}"
 
     def remember(self, site_dir: Path) -> None:
-        """Write it down, durably, unless the site remembers one already. Call before a charge."""
-        if recorded_partition(site_dir) is None:
-            kept = {name: value for name, value in vars(self).items() if name != "shared"}
-            write_json(site_dir / _FILE, kept)
+        """Write it down, durably; of a site that remembers one, only images that are new to it.
+
+        Call before a charge.
+        """
+        known = recorded_partition(site_dir)
+        kept = self if known is None else known
+        if known is not None and known.members is not None and self.members is not None:
+            kept = replace(known, members=_with_new(known.members, self.members))
+        if kept != known:
+            told = {name: value for name, value in vars(kept).items() if name != "shared"}
+            write_json(site_dir / _FILE, told)
 
     def check_remembered(self, site_dir: Path) -> None:
         """Refuse these images where the site's ledger has paid for another partition."""
         known = recorded_partition(site_dir)
         if known is None:
             return
-        if known.images == self.images:
-            if None not in (known.groups, self.groups) and known.groups != self.groups:
+        if known.members is not None and self.members is not None:
+            if _regrouped(known.members, self.members):
                 raise Refused(
                     "data",
                     f"The ledger of the site {site_dir} was charged for {known} in {known.units}"
-                    f" groups, and the same images are now in {self.units} other ones, so that what"
-                    " one of them has paid would not be known: import the data set as it was, with"
-                    " the same --group-column.",
+                    " groups, and the same images are now in others, so that what one of them has"
+                    " paid would not be known: import the data set as it was, with the same"
+                    " --group-column.",
                 )
+        if known.images == self.images:
             return
         if known.num_partitions == self.num_partitions == 1:
             return  # nobody's charges go elsewhere where one site has all there is
@@ -113,12 +122,36 @@ class PartitionRecord:
         )
 
 
-def _digest_of_groups(images: Images) -> str:
-    """Which images are together, whatever number or order their groups have."""
-    first: dict[int, str] = {}
+def _members(images: Images) -> dict[str, int]:
+    """By the digest of its name, the group of each image, numbered in the order of names."""
+    numbers: dict[int, int] = {}
     pairs = sorted(zip(images.ids.tolist(), images.groups.tolist(), strict=True))
-    lines = (f"{name}\t{first.setdefault(group, name)}" for name, group in pairs)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {
+        hashlib.sha256(name.encode()).hexdigest()[:32]: numbers.setdefault(group, len(numbers))
+        for name, group in pairs
+    }
+
+
+def _regrouped(known: Mapping[str, int], now: Mapping[str, int]) -> bool:
+    """Whether two of the images that stand in both were together and are not, or the reverse."""
+    there: dict[int, int] = {}
+    back: dict[int, int] = {}
+    return any(
+        there.setdefault(known[name], now[name]) != now[name]
+        or back.setdefault(now[name], known[name]) != known[name]
+        for name in known.keys() & now.keys()
+    )
+
+
+def _with_new(known: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """What was known, and the images that are new, each in its group."""
+    numbers = {now[name]: known[name] for name in known.keys() & now.keys()}
+    found, following = dict(known), max(known.values(), default=-1) + 1
+    for name in sorted(now.keys() - known.keys()):
+        if now[name] not in numbers:
+            numbers[now[name]], following = following, following + 1
+        found[name] = numbers[now[name]]
+    return found
 
 
 def _told(key: str, value: object) -> str:
@@ -136,7 +169,10 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
         sound = isinstance(found.keys, dict) and "data" in found.keys
         sound &= all(isinstance(v, int) for v in (found.partition_id, found.num_partitions))
         sound &= isinstance(found.units, int) and isinstance(found.images, str)
-        sound &= isinstance(found.groups, str | None)
+        sound &= found.members is None or (
+            isinstance(found.members, dict)
+            and all(isinstance(v, int) for v in found.members.values())
+        )
     except (UserError, TypeError, ValueError):
         sound = False
     if not sound:

@@ -25,6 +25,7 @@ from xcal.models.model_registry import build_network
 from xcal.plugins import own_code
 
 # What torch raises where shapes do not fit.
+MOST_TRIED = 64  # images in one pass of a trial
 _UNFIT = (RuntimeError, ValueError, IndexError, TypeError)
 
 
@@ -86,7 +87,9 @@ def _look_at_network(experiment: Experiment, classes: int, side: int) -> str | N
             raise UserError(
                 f"The network {experiment.network!r} does not suit {method.name}: {error}."
             ) from error
-        check_independence(network, side)
+        own = ":" in experiment.network  # some mix only what is larger than a small trial
+        rows = min(experiment.expected_batch_size, MOST_TRIED) if own else 3
+        check_independence(network, side, rows)
     unexplained = why_unexplained(network, side)
     if unexplained is not None and method.uses >= SIGNAL_KEYS:
         raise UserError(
