@@ -62,6 +62,7 @@ NAV: dict[str, dict[str, str]] = {
         "Threat model": "security.md",
         "What attacks found": "audit.md",
         "Findings": "findings.md",
+        "Findings at the laptop scale": "findings-laptop.md",
         "Common pitfalls": "pitfalls.md",
         "Glossary": "glossary.md",
     },

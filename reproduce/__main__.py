@@ -89,7 +89,7 @@ def _on_this_machine(grid: Any, results: Any, weights: Path | None, device: str)
 @app.command("study")
 def study_command(
     name: str = typer.Argument(..., help="The study."),
-    scale: str = typer.Option("smoke", help="smoke, laptop or paper."),
+    scale: str = typer.Option("smoke", help="smoke, laptop, probe or paper."),
     data: str | None = typer.Option(None, help="Data sets, with commas between."),
     network: str | None = typer.Option(None, help="Networks, with commas between."),
     methods: str | None = typer.Option(None, help="Methods, with commas between."),
@@ -107,7 +107,7 @@ def study_command(
     keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
     plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
 ) -> None:
-    """Run a study: privacy-utility, clients, ablation, efficiency, overhead, panel or units.
+    """Run a study: privacy-utility, clients, ablation, efficiency, overhead, panel, units or rates.
 
     The same command again goes on where it stopped; more seeds add to what is there.
     """

@@ -17,7 +17,7 @@ from reproduce.whole import whole_grids
 from xcal.studies.grid import Grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/findings.md", "docs/results.md")
+PAGES = ("docs/findings.md", "docs/findings-laptop.md", "docs/results.md")
 PART = re.compile(
     r"(<!-- (answer|overview|short|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 )

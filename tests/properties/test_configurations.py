@@ -15,7 +15,7 @@ from xcal.config import parse_set, to_toml
 from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import read_rows
 from xcal.errors import UserError
-from xcal.experiments import KEYS, experiment_type, make_experiment
+from xcal.experiments import KEYS, experiment_type, make_experiment, read_pinned
 from xcal.federation.answer import respond
 from xcal.federation.coordinator import NullCallback
 from xcal.federation.exchange import Question, RoundRequest
@@ -138,14 +138,15 @@ def test_an_accepted_configuration_trains_one_step(values: dict[str, Any]) -> No
 @given(st.dictionaries(st.sampled_from(KEYS), st.one_of(*map(values_of, KEYS)), max_size=6))
 def test_what_is_accepted_survives_its_own_file(values: dict[str, Any]) -> None:
     """Written into the run's folder and read again it is the same experiment."""
-    import tomllib
-
     try:
         experiment = make_experiment(values)
     except UserError as error:
         one_sentence(error)
         return
-    assert make_experiment(tomllib.loads(to_toml(experiment.resolved()))) == experiment
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "experiment.toml"
+        path.write_text(to_toml(experiment.resolved()), encoding="utf-8")
+        assert read_pinned(path) == experiment
 
 
 @settings(max_examples=5000 if LONG else 300, derandomize=not LONG, deadline=None)
