@@ -87,8 +87,8 @@ def what_methods_add(series: Sequence[Series], results: Results) -> Table | None
         return None
     head = ("set", "ε", "`fl-dp`", *(f"`{m}` − `fl-dp`" for m in there))
     note = (
-        "Macro F1; every method has the same recipe, accountant rules, draws and noise, and a rate"
-        " that validation images chose for it. `agp` has no guarantee at any ε."
+        "Macro F1; every method has the same recipe, draws, noise and rate: the one at a set and ε"
+        " that validation images chose for all. `agp` has no guarantee at any ε."
     )
     return Table("What a method adds to static noise", head, tuple(rows), note)
 

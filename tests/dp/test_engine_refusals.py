@@ -549,3 +549,18 @@ def test_numbers_that_are_text_and_an_empty_set() -> None:
     refused("option", lambda: made(**keys, noise_multiplier="1", max_grad_norm=1.0))
     empty = DataLoader(TensorDataset(torch.zeros(0, 1, 6, 6), torch.zeros(0).long()), batch_size=2)
     refused("loader", lambda: private(loader=empty))
+
+
+def test_a_plain_loss_in_evaluation_mode_reaches_no_parameter() -> None:
+    """What is explained there has gradients of inputs; what trains has none."""
+    made = private()
+    made.module.eval()
+    images = torch.randn(4, 1, 6, 6, requires_grad=True)
+    losses = F.cross_entropy(made.module(images), torch.zeros(4).long())
+    losses.backward()
+    assert images.grad is not None and bool(images.grad.any())
+    assert all(p.grad is None and p.requires_grad for p in made.module.parameters())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        F.cross_entropy(made.module(images.detach()), torch.zeros(4).long()).backward()
+    made.module.train()
+    assert train(made, most=2) == 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,8 +56,21 @@ class PrivateModule(nn.Module):
         """
         if self.training and torch.is_grad_enabled():
             return self._steps.forward(self._module, args, kwargs)
-        with self._steps.looking():
+        with self._steps.looking(), _parameters_at_rest(self._module):
             return self._module(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_at_rest(module: nn.Module) -> Iterator[None]:
+    """A pass whose answers lead back to inputs and maps, for explanations, and to no parameter."""
+    trained = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 class PrivateLoss:
