@@ -10,7 +10,8 @@ the noise, fixed plans by privacy-loss distributions. `masked` takes as many ste
 a site adds 1/√h of the noise for h = N − 1 honest sites; its multiplier is that of the whole Rényi
 orders at which the discrete Gaussian is proved, and its grid that of `DistributedGrid`, rounding
 included. The noise here is a continuous Gaussian of the same deviation, and the masks are left out:
-the sum is the same with them (tests/federation). Rates are chosen for each on validation images.
+the sum is the same with them (tests/federation). Rates are chosen for each on validation
+images, from a grid that goes on where its end is the best.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import itertools
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -153,6 +155,18 @@ def answers(x: Tensor, head: Tensor) -> NDArray[np.float64]:
     return said
 
 
+def best_rate(rates: Sequence[float], chosen_by: Callable[[float], float]) -> float:
+    """The best of some rates; where that is the lowest or highest of them, of further ones too."""
+    found = {lr: chosen_by(lr) for lr in rates}
+    for _ in range(4):
+        best = max(found, key=lambda lr: found[lr])
+        if min(found) < best < max(found):
+            break
+        further = best / 2 if best == min(found) else best * 2
+        found[further] = chosen_by(further)
+    return max(found, key=lambda lr: found[lr])
+
+
 def run(name: str, epsilon: float, sites: int, seeds: int) -> dict[str, Any]:
     data, said = features(name, epsilon), {}
     row: dict[str, Any] = {"set": name, "epsilon": epsilon, "sites": sites, "commit": commit()}
@@ -164,7 +178,7 @@ def run(name: str, epsilon: float, sites: int, seeds: int) -> dict[str, Any]:
             found = [scores(labels["validation"], answers(data.validation, h)) for h in heads]
             return sum(map(sum, found))
 
-        lr = max(RATES[epsilon], key=chosen_by)
+        lr = best_rate(RATES[epsilon], chosen_by)
         heads = [train(data, epsilon, sites, masked, seed, lr) for seed in range(seeds)]
         said[masked] = [answers(data.test, head) for head in heads]
         found = [scores(labels["test"], one) for one in said[masked]]
