@@ -195,7 +195,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         " | AUROC, masked | masked − site [95 %] | rates |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in sorted(rows, key=lambda r: (r["set"], r["epsilon"], r["sites"])):
         shown = [row["set"], f"{row['epsilon']:g}", str(row["sites"])]
         for measure in ("macro_f1", "auroc"):
             pair = [np.array(row[arm][measure]) for arm in ("site", "masked")]
@@ -204,7 +204,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             shown.append(f"{(pair[1] - pair[0]).mean():+.3f} [{low:+.3f}, {high:+.3f}]")
         shown.append(f"{row['site']['rate']:g}, {row['masked']['rate']:g}")
         lines.append("| " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace("-0.", "−0.") + "\n"
 
 
 def main() -> None:
