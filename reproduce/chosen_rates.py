@@ -19,7 +19,7 @@ from xcal.errors import UserError
 
 LAST = 5
 """Rounds at the end whose mean macro F1 on validation images decides."""
-TABLE = Path(__file__).parent.parent / "results" / "rates-probe.csv"
+TABLE = RATES_FILE.with_name("rates.csv")
 
 
 def choose_rates(path: Path, scale: str) -> int:
