@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.demo-installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: help install demo docs wheel static test test-slow test-audit test-faults test-web test-federation bench clean
 
@@ -19,27 +21,34 @@ help:
 	@echo "make wheel    dist/xcal_fl-VERSION-py3-none-any.whl, to install elsewhere"
 	@echo "make install  only the set-up: .venv with the package and its test extra"
 
-# pip takes torch's CPU build where one is at hand; the constraints pin every version.
-$(INSTALLED): pyproject.toml constraints.txt
+# pip takes torch's CPU build where one is at hand; the constraints pin every version. A module is
+# compiled when it is first imported: most of what is installed never is.
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "== Installing xcal and its test extra into $(VENV) (once) =="
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $(INSTALLED)
+	@$(PIP) -e '.[test]'
+	@touch $(INSTALLED) $(DEMO_INSTALLED)
+
+$(DEMO_INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== Installing xcal and what the demo needs into $(VENV) (once) =="
+	@$(PIP) -e '.[demo]'
+	@touch $(DEMO_INSTALLED)
 
 install: $(INSTALLED)
 
-demo: install
+demo: $(DEMO_INSTALLED)
 	@echo "== Demo: speed, methods, budget (runs/demo) =="
 	@$(BIN)/xcal demo --out runs/demo
 
 # Warnings are errors, and so is anything that a page would fetch.
 docs: install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) -e '.[docs]'
 	@$(BIN)/python docs/make_site.py --out site
 
 wheel: install
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	@$(PIP) setuptools
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # Two workers of one torch thread each: the tests are many and small. A file stays with one of them,
@@ -68,7 +77,7 @@ test-slow: install
 # Needs a Chromium on the machine (XCAL_CHROMIUM names another than `chromium`).
 test-web: install
 	@echo "== The report in a real browser =="
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[web]'
+	@$(PIP) -e '.[web]'
 	@$(PYTEST) -n 0 tests/web
 
 test-faults: install
@@ -81,7 +90,7 @@ test-faults: install
 # Real processes on loopback; the engines are extras, so they are installed here.
 test-federation: install
 	@echo "== Federation: messages, sites, engines =="
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,flower,nvflare]'
+	@$(PIP) -e '.[test,flower,nvflare]'
 	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/federation
 
 test-audit: install
