@@ -48,7 +48,7 @@ def speed_part(console: Console, _: Path) -> list[str]:
         if find_spec("opacus") is not None:
             steps["Opacus"] = _opacus(images, labels)
         else:
-            console.print("Opacus is not installed (the extra `test` has it): it is left out.")
+            console.print("Opacus is not installed (the extra `demo` has it): it is left out.")
         times = _timed(console, steps)
     plain = times["plain SGD"]
     medians, rows = {}, []
