@@ -19,10 +19,10 @@ from xcal.config import nearest
 from xcal.errors import UserError
 
 METHODS: dict[str, str] = {
-    "fl": "FedAvg, nothing private",
-    "fl-dp": "DP-SGD, one noise level",
-    "adaptive-clip": "DP-SGD, clipping norm follows a quantile",
-    "xcal": "DP-SGD on the mean of an image's four turns, the map chosen by ROAD on public images",
+    "fl": "FedAvg without privacy",
+    "fl-dp": "FedAvg with DP-SGD, constant noise",
+    "adaptive-clip": "DP-SGD whose clipping norm follows a quantile of the gradient norms",
+    "xcal": "DP-SGD that averages features over four rotations of each image",
 }
 SETTINGS: dict[str, Any] = {
     "clients": 3,
@@ -53,7 +53,7 @@ def demo_command(
     out: Path = typer.Option(Path("runs/demo"), help="Where what it makes goes."),
     fresh: bool = typer.Option(False, "--fresh", help="Remove what an earlier demo left there."),
 ) -> None:
-    """A private step timed; methods compared at one ε; a budget that holds. Minutes, no network."""
+    """A private step timed, methods compared at one ε, a budget enforced: minutes, no network."""
     if part is not None and part not in PARTS:
         raise UserError(
             f"The demo has no part {part!r}.{nearest(part, tuple(PARTS))} It has"
@@ -77,9 +77,9 @@ def demo_command(
             console.print(f"  • {line}", soft_wrap=True)
     if "methods" in wanted:
         # A path stays one word.
-        console.print(f"The page with figures to touch: {out / REPORT}", soft_wrap=True)
+        console.print(f"Report, to open in a browser: {out / REPORT}", soft_wrap=True)
         if (out / PANEL).exists():
-            console.print(f"What the models look at: {out / PANEL}", soft_wrap=True)
+            console.print(f"Saliency maps of every model: {out / PANEL}", soft_wrap=True)
 
 
 def methods_part(console: Console, out: Path) -> list[str]:
@@ -88,8 +88,9 @@ def methods_part(console: Console, out: Path) -> list[str]:
     from xcal.report.report import save_report
 
     console.print(
-        f"{SETTINGS['clients']} clients train on synthetic blood smears, {len(METHODS)} times:"
-        f" once without privacy, then at (ε, δ) = ({SETTINGS['epsilon']:g}, 1e-05) per image."
+        f"{SETTINGS['clients']} simulated hospitals train a classifier of blood cells (synthetic"
+        f" images) with {len(METHODS)} methods: one without privacy, the others"
+        f" ({SETTINGS['epsilon']:g}, 1e-05)-DP per image."
     )
     results = {}
     for method, what in METHODS.items():
@@ -98,12 +99,13 @@ def methods_part(console: Console, out: Path) -> list[str]:
     console.print()
     console.print(comparison(results))
     console.print(
-        "macro F1: mean over classes, test images. ROAD: how faithful the maps are, −0.5 to 0.5."
-        " ε proved: of everything that a client released. ε spent: the client that spent most, by"
-        " its ledger. One seed ranks no methods."
+        "macro F1 and ROAD are measured on test images; ROAD says how faithful the model's"
+        " saliency maps are (-0.5 to 0.5, higher is better). ε is the guarantee for everything a"
+        " client releases, ε spent what the ledger of the client that spent most adds up to, σ the"
+        " noise multiplier. One seed is no ranking of methods: `xcal study` compares several."
     )
     runs = [out / method for method in METHODS]
-    console.print("Drawing what each model looks at, and the page …")
+    console.print("Drawing the saliency maps of every model, and the report …")
     if plotting.available():
         save_panel(out / PANEL, [run for run in runs if results[run.name]["road"] is not None], 3)
     else:
@@ -136,7 +138,7 @@ def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
 
 def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """One row a method."""
-    names = ("macro F1", "ROAD", "ε proved", "ε spent", "mean σ", "steps", "seconds")
+    names = ("macro F1", "ROAD", "ε", "ε spent", "σ", "seconds")
     rows = (
         (
             method,
@@ -145,13 +147,12 @@ def comparison(results: Mapping[str, Mapping[str, Any]]) -> Table:
             epsilon_text(result["epsilon_target"], result["epsilon_nominal"]),
             number(_spent(result), 2, "∞"),
             number(result["mean_sigma"], 2),
-            sum(c["steps"] for c in result["clients"]),
             number(result["seconds"], 0),
         )
         for method, result in results.items()
     )
     heads = ("method", *(f">{name}" for name in names))
-    return make_table(f"One federation, {len(results)} methods, one ε", heads, rows)
+    return make_table("The same data and clients for every method", heads, rows)
 
 
 def _spent(result: Mapping[str, Any]) -> float | None:
@@ -166,8 +167,8 @@ def _findings(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     best = max(private, key=lambda m: private[m]["macro_f1"])
     text = (
-        f"macro F1 {private[best]['macro_f1']:.2f} at ε = {SETTINGS['epsilon']:g} ({best}),"
-        f" {plain['macro_f1']:.2f} without privacy"
+        f"Macro F1 is {private[best]['macro_f1']:.2f} at ε = {SETTINGS['epsilon']:g} with {best},"
+        f" {plain['macro_f1']:.2f} without privacy."
     )
     return [text]
 
@@ -175,6 +176,6 @@ def _findings(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 Part = Callable[[Console, Path], list[str]]
 PARTS: dict[str, tuple[str, Part]] = {
     "speed": ("what a private step costs", demo_speed.speed_part),
-    "methods": ("a federation, trained at one ε", methods_part),
-    "budget": ("a budget that holds: refusals, kill -9", demo_budget.budget_part),
+    "methods": ("one federation, several methods, one ε", methods_part),
+    "budget": ("a budget enforced at the site: refusals, kill -9", demo_budget.budget_part),
 }

@@ -48,8 +48,8 @@ def budget_part(console: Console, out: Path) -> list[str]:
     sites = [_site(folder / name, name) for name in SITES]
     limits = f"ε = {LIMITS['epsilon_run']:g} a run and {LIMITS['epsilon_total']:g} for life"
     console.print(
-        f"Two hospitals ({folder}). Each has a ledger and a policy.toml: at most {limits}, per"
-        " patient; noise comes from the operating system."
+        f"Two hospitals ({folder}), each with a ledger of its own and a policy.toml that allows at"
+        f" most {limits}, per patient. Noise comes from the operating system."
     )
     keys = {**KEYS, "sites": [str(site) for site in sites]}
     told = [_refused(console, folder / "too-much", {**keys, "epsilon": 2.5}, sites[0])]
@@ -61,7 +61,7 @@ def budget_part(console: Console, out: Path) -> list[str]:
     told.append(_resumed(console, run, sites))
 
     told.append(_refused(console, folder / "again", keys, sites[0]))
-    console.print(f"What a hospital sees of all this: `xcal site show {sites[0]}`.", soft_wrap=True)
+    console.print(f"What the hospital's owner sees: `xcal site show {sites[0]}`.", soft_wrap=True)
     return told
 
 
@@ -92,7 +92,7 @@ def _refused(console: Console, out: Path, keys: dict[str, Any], site: Path) -> s
 
     ledger = site / "ledger.sqlite"
     before = len(read_rows(ledger))
-    console.print(f"\nAsked for ε = {keys['epsilon']:g}:")
+    console.print(f"\nA run that asks for ε = {keys['epsilon']:g}:")
     try:
         xcal.run(out, **keys)
     except UserError as error:
@@ -102,8 +102,8 @@ def _refused(console: Console, out: Path, keys: dict[str, Any], site: Path) -> s
     code = SiteDirectory.open(site).refusals()[-1]["code"]
     if len(read_rows(ledger)) != before:
         raise RuntimeError("a refusal was charged")
-    console.print(f"  {site.name}'s refusal log says {code}; its ledger was not charged.")
-    return f"a site refused ε = {keys['epsilon']:g} ({code}) and was not charged"
+    console.print(f"  {site.name} logged the refusal as {code}; its ledger was not charged.")
+    return f"A site refused a run of ε = {keys['epsilon']:g} ({code}) and was not charged."
 
 
 def _charges(sites: Sequence[Path]) -> int:
@@ -121,7 +121,7 @@ def _charges(sites: Sequence[Path]) -> int:
 def _kill(console: Console, file: Path, run: Path, sites: Sequence[Path]) -> None:
     """Start the run as a user would, and kill −9 it in the middle of its second round."""
     words = ["run", str(file), "--out", str(run)]
-    console.print(f"\nAsked for ε = {KEYS['epsilon']:g}, which they allow: xcal {' '.join(words)}")
+    console.print(f"\nA run of ε = {KEYS['epsilon']:g}, which they allow: xcal {' '.join(words)}")
     again = f"Go on with `xcal run --resume {run}`."
     with interruptible(console, again), open(run.with_name("run.log"), "wb") as log:
         process = subprocess.Popen(
@@ -132,7 +132,7 @@ def _kill(console: Console, file: Path, run: Path, sites: Sequence[Path]) -> Non
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    console.print(f"  kill -9 in round 2, after {_charges(sites)} paid steps.")
+    console.print(f"  kill -9 in round 2, after {_charges(sites)} charged steps.")
 
 
 def _wait_for_the_second_round(
@@ -160,7 +160,7 @@ def _resumed(console: Console, run: Path, sites: Sequence[Path]) -> str:
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
 
-    console.print(f"Going on: xcal run --resume {run}")
+    console.print(f"Resumed: xcal run --resume {run}")
     before = _charges(sites)
     again = f"Go on with `xcal run --resume {run}`."
     with interruptible(console, again), LiveProgress(console) as progress:
@@ -174,13 +174,13 @@ def _resumed(console: Console, run: Path, sites: Sequence[Path]) -> str:
             raise RuntimeError(f"row {check.row} of {site}: {check.problem}")
         paid = sum(len(charges_of(rows, name)) for name in runs_of(rows))
         console.print(
-            f"  {site.name}: {check.rows} rows, all in order; {paid} steps paid of"
+            f"  {site.name}: {check.rows} rows verified; {paid} steps charged of"
             f" {plan['steps']} planned, ε {client['epsilon_spent']:.3f} of"
             f" {LIMITS['epsilon_run']:g}"
         )
     after = _charges(sites)
     console.print(
-        "A step is paid for before its batch is drawn: what was lost with the process stays paid,"
-        " and what is drawn anew is paid anew."
+        "A step is charged before its batch is drawn: a charge survives the process that made it,"
+        " and a batch that has to be drawn again is charged again."
     )
-    return f"killed after {before} paid steps, resumed to {after}; every ledger verified"
+    return f"A run killed after {before} charged steps was resumed to {after}; ledgers verified."

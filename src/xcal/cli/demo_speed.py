@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 NETWORK, CLASSES, BATCH, PIXELS = "resnet18", 5, 32, 64
-TURNS = 5
-SLOW_TURNS = 3  # of what takes several times as long
+TURNS = 11
+SLOW_TURNS = 2  # of what takes several times as long
 CLIP = SIGMA = 1.0
 
 Step = Callable[[], None]
@@ -33,8 +33,9 @@ def speed_part(console: Console, _: Path) -> list[str]:
     from xcal.federation.loaded_site import torch_threads
 
     console.print(
-        f"{NETWORK}, {BATCH} images of {PIXELS} pixels, one thread. Every turn takes one step of"
-        " each kind: clip every image's gradient, add noise, update."
+        f"One training step of {NETWORK} on {BATCH} images of {PIXELS} x {PIXELS} pixels, one CPU"
+        " thread. A private step clips every image's gradient and adds noise. The kinds take turns,"
+        " so that other load on this machine slows all of them."
     )
     torch.manual_seed(0)
     images = torch.randn(BATCH, 3, PIXELS, PIXELS)
@@ -58,11 +59,11 @@ def speed_part(console: Console, _: Path) -> list[str]:
         between = f"{min(ratios):.2f} to {max(ratios):.2f}"
         milliseconds = f"{1000 * statistics.median(taken):.0f}"
         rows.append((name, f"{medians[name]:.2f}", between, milliseconds))
-    heads = ("step", ">ratio, median", ">lowest to highest", ">ms")
-    console.print(make_table("Step time over plain SGD", heads, rows))
-    console.print("On an idle machine, with more networks and sizes: `make bench`.")
-    beside = f", Opacus {medians['Opacus']:.1f}" if "Opacus" in medians else ""
-    return [f"a private step takes {medians['xcal']:.1f} times a plain one{beside}"]
+    heads = ("step", ">time / plain SGD", ">range", ">ms")
+    console.print(make_table("Step time (medians)", heads, rows))
+    console.print("More networks and sizes, from a clone on an idle machine: `make bench`.")
+    beside = f", with Opacus {medians['Opacus']:.1f} times" if "Opacus" in medians else ""
+    return [f"A private step takes {medians['xcal']:.1f} times as long as plain SGD{beside}."]
 
 
 def _timed(console: Console, steps: dict[str, Step]) -> dict[str, list[float]]:

@@ -79,6 +79,7 @@ class LiveProgress(Bar):
         self._task: Any = None
         self._counted = ("", "")  # what the bar counts, where it is not steps
         self._headed = False
+        self._signal = False  # whether the method has one to show
 
     def start(self, total_steps: int, done_steps: int) -> None:
         self._task = self._bar.add_task(
@@ -114,19 +115,21 @@ class LiveProgress(Bar):
         self._console.print(text)
 
     def round(self, record: dict[str, Any]) -> None:
-        """F1 on public validation images, ε spent (share of Σρ), mean σ, mean signal."""
+        """F1 on public validation images, ε spent (share of Σρ), mean σ, mean signal if any."""
+        clients = record["clients"]
+        signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
         if not self._headed:
+            self._signal = bool(signal)
+            head = "  signal" if self._signal else ""
             self._console.print(
-                "  round  validation F1  ε spent (of Σρ)   mean σ  signal  clients", style="bold"
+                f"  round  validation F1   ε spent (of Σρ)   mean σ{head}  clients", style="bold"
             )
             self._headed = True
-        clients = record["clients"]
         payers = clients
         if record.get("server") is not None:  # a trusted server's own budget
             payers = [record["server"]]
         paid = [p for p in payers if p.get("share_spent") is not None]
         sigma = [c["mean_sigma"] for c in clients if c["mean_sigma"] is not None]
-        signal = [c["mean_signal"] for c in clients if c["mean_signal"] is not None]
         most = "–"
         if paid:
             top = max(paid, key=lambda p: p["share_spent"])
@@ -137,10 +140,11 @@ class LiveProgress(Bar):
             for what in ("exhausted", "missing", "refused", "late")
             if record.get(what)
         )
+        mean_signal = f"  {number(_mean(signal)):>6}" if self._signal else ""
         self._console.print(
             f"  {record['round'] + 1:>5}  {number(record['validation_macro_f1']):>13}"
-            f"  {most:>14}  {number(_mean(sigma)):>7}  {number(_mean(signal)):>6}"
-            f"  {record['answered']} of {asked} trained{absent}"
+            f"  {most:>16}  {number(_mean(sigma)):>7}{mean_signal}"
+            f"  {record['answered']} of {asked}{absent}"
         )
 
 

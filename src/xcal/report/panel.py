@@ -1,8 +1,9 @@
 """The qualitative figure: the same test images under every method and every ε.
 
-One block an image. In a block the rows are the methods with a guarantee and the columns their ε,
-from strict to loose; runs without a guarantee stand in a column of their own, ε = ∞, and name
-their nominal ε, if they have one, in brackets.
+Runs at one ε, beside runs without a guarantee: a row an image, a column a run. At several ε: a
+block an image, whose rows are the methods with a guarantee and whose columns their ε, from strict
+to loose; runs without a guarantee stand in a column of their own, ε = ∞. A nominal ε is named in
+brackets.
 
 One color scale serves all maps of the figure. Models differ in how large their logits are, and so
 in how large their maps are, which says nothing of where they look; so a map is shown in multiples
@@ -222,6 +223,32 @@ class _Figure:
         self.colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
 
     def save(self, path: Path) -> None:
+        if len([e for e in self.layout.epsilons if e is not None]) <= 1:
+            self._save_rows(path)
+        else:
+            self._save_blocks(path)
+
+    def _save_rows(self, path: Path) -> None:
+        """A row an image, a column a run: those without a guarantee first."""
+        order = sorted(self.layout.cells, key=lambda cell: (-cell[1], cell[0]))
+        runs = [self.layout.cells[cell] for cell in order]
+        high = 1.4 * len(self.images)
+        size = {"width": 1.15 * _SIDE * (1 + len(runs)), "height": _SIDE * (high + 0.8)}
+        with drawn_picture(path, **size) as drawn:
+            body, foot = drawn.subfigures(2, 1, height_ratios=(high + 0.3, 0.5))
+            grid = body.subplots(len(self.images), 1 + len(runs), squeeze=False)
+            body.subplots_adjust(left=0.02, right=0.98, bottom=0.08, top=0.92, wspace=0.1)
+            for axes, run in zip(grid[0, 1:], runs, strict=True):
+                entry = self.entries[run]
+                shown = f"{entry.method}\nε = {epsilon_text(entry.epsilon, entry.nominal)}"
+                axes.set_title(shown, color=FAINT, fontsize=9)
+            for number, (first, *others) in enumerate(grid):
+                self._image(first, number)
+                for axes, run in zip(others, runs, strict=True):
+                    self._map(axes, run, number)
+            self._foot(foot)
+
+    def _save_blocks(self, path: Path) -> None:
         count, columns = len(self.images), 1.6 + len(self.layout.epsilons)
         across = _blocks_across(count, columns / self.layout.rows)
         down = count // across
@@ -231,10 +258,17 @@ class _Figure:
             body, foot = drawn.subfigures(2, 1, height_ratios=(high, 0.5))
             for number, block in enumerate(body.subfigures(down, across, squeeze=False).flat):
                 self._block(block, number)
-            scale(foot.add_axes((0.3, 0.45, 0.3, 0.15)), f"{self.peak:.1f} × the map's mean")
-            foot.text(0.29, 0.45, self.maps, ha="right", color=FAINT)
-            foot.text(0.62, 0.45, "right answer", color=RIGHT)
-            foot.text(0.62, 0.15, "wrong answer", color=WRONG)
+            self._foot(foot)
+
+    def _foot(self, foot: Any) -> None:
+        foot.text(0.02, 0.85, self.maps, color=FAINT)
+        scale(foot.add_axes((0.02, 0.45, 0.5, 0.15)), f"{self.peak:.1f} × the map's mean")
+        foot.text(0.6, 0.45, "right answer", color=RIGHT)
+        foot.text(0.6, 0.15, "wrong answer", color=WRONG)
+
+    def _image(self, axes: Any, number: int) -> None:
+        truth = self.classes[int(self.images.labels[number])]
+        _tile(axes, picture(self.colors[number], side=_SIDE), truth, "true class", INK)
 
     def _block(self, block: Any, number: int) -> None:
         """One test image under all runs."""
@@ -244,9 +278,8 @@ class _Figure:
         for axes in rows.flat:
             axes.axis("off")
             axes.set_box_aspect(1)
-        truth = self.classes[int(self.images.labels[number])]
         rows[0, 0].set_title("image", color=FAINT, fontsize=9)
-        _tile(rows[0, 0], picture(self.colors[number], side=_SIDE), truth, "true class", INK)
+        self._image(rows[0, 0], number)
         for axes, epsilon in zip(rows[0, 2:], self.layout.epsilons, strict=True):
             axes.set_title(f"ε = {epsilon_text(epsilon)}", color=FAINT, fontsize=9)
         for axes, method in zip(rows[:, 1], self.layout.methods, strict=False):
@@ -261,12 +294,16 @@ class _Figure:
             if guaranteed and row < len(self.layout.methods):
                 axes.text(0.5, 0.5, "no run", color=FAINT, ha="center", va="center")
             return
-        view = self.views[found][number]
-        second = percent(view.confidence)
+        beside = ""
         if not guaranteed:  # it belongs to no row, so it says itself what it is
             entry = self.entries[found]
             nominal = "" if entry.nominal is None else f" ({entry.nominal:g})"
-            second += f" · {entry.method}{nominal}"
+            beside = f" · {entry.method}{nominal}"
+        self._map(axes, found, number, beside)
+
+    def _map(self, axes: Any, run: int, number: int, beside: str = "") -> None:
+        view = self.views[run][number]
+        second = f"{percent(view.confidence)}{beside}"
         shown = overlay(self.colors[number], view.saliency, side=_SIDE, peak=self.peak)
         right = view.predicted == int(self.images.labels[number])
         _tile(axes, shown, self.classes[view.predicted], second, RIGHT if right else WRONG)

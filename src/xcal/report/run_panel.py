@@ -59,8 +59,8 @@ def panel_of(runs: Sequence[RunView], count: int = 4, maps: str = AUTO) -> Panel
                 )
             )
         rows.append(tuple(row))
-    told = (f"{view.name}: {c.sentence()}" for (view, _), c in zip(like, choices, strict=True))
-    return Panel("The runs of this report", tuple(rows), " ".join(told))
+    told = [f"{view.name}: {c.sentence()}" for (view, _), c in zip(like, choices, strict=True)]
+    return Panel("", tuple(rows), choices=tuple(told))
 
 
 def _shown(run: LoadedRun) -> tuple[object, ...]:

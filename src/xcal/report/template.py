@@ -35,6 +35,7 @@ class Panel:
     title: str
     rows: tuple[tuple[Tile, ...], ...]
     note: str = ""
+    choices: tuple[str, ...] = ()  # which map every run is shown by, and why
 
 
 @dataclass(frozen=True)
