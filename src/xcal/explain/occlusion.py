@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from xcal.errors import UserError
 from xcal.explain.gradcam import batches, forward_with_features, head_weight_of
-from xcal.explain.inference import predict_logits, undisturbed
+from xcal.explain.inference import passes, predict_logits, undisturbed
 
 Grid = tuple[int, int]
 WINDOW = 2
@@ -234,14 +234,14 @@ def _drops(
     found = torch.zeros(len(images), len(keep), dtype=torch.float64, device=images.device)
     with undisturbed(model), torch.inference_mode():
         for ask, masks in _looks(model, turns):
-            intact = torch.cat([ask(part) for part in images.split(batch_size)])
+            intact = torch.cat([ask(part) for part in passes(images, batch_size)])
             before = _of_class(intact, classes)
             # Pairs of image and mask, in whole batches whatever the number of masks.
             for pairs in torch.arange(len(images) * len(masks)).split(batch_size):
                 i, m = pairs // len(masks), masks[pairs % len(masks)]
                 seen = torch.where(keep[m] > 0, images[i], backdrop[i])
-                seen = seen.contiguous(memory_format=torch.channels_last)
-                found[i, m] = before[i] - _of_class(ask(seen), classes[i])
+                said = torch.cat([ask(part) for part in passes(seen, batch_size)])
+                found[i, m] = before[i] - _of_class(said, classes[i])
     return found.clone()  # not a tensor of inference mode
 
 
