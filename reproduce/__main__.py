@@ -107,7 +107,8 @@ def study_command(
     keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
     plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
 ) -> None:
-    """Run a study: privacy-utility, clients, ablation, efficiency, overhead, panel, units or rates.
+    """Run a study: privacy-utility, clients, ablation, efficiency, overhead, panel, units, rates
+    or shipped.
 
     The same command again goes on where it stopped; more seeds add to what is there.
     """

@@ -34,6 +34,7 @@ METHODS = ("fl-dp", "fl", "agp", "xcal-paper", "xcal-steered", "centralized")
 # set, any finding for its pneumonia, which is too rare in the part of the archive at hand.
 PAPER_SET = {
     "blood-cells": "Blood Cells",
+    "blood-cells-as-shipped": "Blood Cells",
     "ham10000": "Melanoma",
     "chest-xray14": "Chest X-rays",
 }

@@ -92,6 +92,19 @@ def test_studies_share_their_cells() -> None:
     assert set(WEIGHTS) - {"balanced"} <= named  # balanced are the defaults: the plain cell
 
 
+def test_every_cell_as_shipped_has_a_twin_of_the_main_grid() -> None:
+    cells = declare("shipped", "probe").cells
+    main = {c.id for c in declare("privacy-utility", "probe").cells}
+    clean = {c.id for c in cells if c.keys["data"] == "blood-cells"}
+    twins = [c for c in cells if c.keys["data"] == "blood-cells-as-shipped"]
+    assert clean <= main
+    assert len(twins) == len(clean)
+    assert all(
+        make_cell("probe", {**c.keys, "data": "blood-cells"}, 32, c.variant).id in clean
+        for c in twins
+    )
+
+
 def test_a_grid_can_be_narrowed_to_some_variants() -> None:
     grid = declare(
         "ablation", "laptop", Choice(networks=("small",), methods=("xcal-steered",), seeds=1)
