@@ -120,9 +120,6 @@ def against(ours: Series, reference: Series | None, results: Results) -> Compari
     a = [ours.cells[s] for s in seeds]
     b = [reference.cells[s] for s in seeds]
     test = results.test_set(a[0].values["test_set"])
-    road = None
-    if all(c.values.get("road") is not None for c in [*a, *b]):
-        road = compare(a, b, test, "road")
     both = [
         (one.values.get("auroc"), other.values.get("auroc"))
         for one, other in zip(a, b, strict=True)
@@ -131,7 +128,20 @@ def against(ours: Series, reference: Series | None, results: Results) -> Compari
     auroc = None
     if len(by_seed) == len(a) and all(c.ranks is not None for c in [*a, *b]):
         auroc = compare(a, b, test, "auroc")
+    road = explained(ours, reference, results, "road")
     return Comparison(ours, reference, compare(a, b, test), road, by_seed, auroc)
+
+
+def explained(
+    ours: Series, reference: Series, results: Results, measure: Measure
+) -> Difference | None:
+    """The paired difference over the seeds whose maps were measured; None where none was."""
+    pairs = [(c, reference.cells[s]) for s, c in ours.cells.items() if s in reference.cells]
+    told = [p for p in pairs if all(c.values.get(measure) is not None for c in p)]
+    if not told:
+        return None
+    test = results.test_set(told[0][0].values["test_set"])
+    return compare([a for a, _ in told], [b for _, b in told], test, measure)
 
 
 # --- sentences ------------------------------------------------------------------------------------

@@ -113,10 +113,10 @@ def _by_seed(
                         continue
                     own = None if method in WITHOUT_EPSILON else epsilon
                     values = scale.values(method, data, network, own, seed)
-                    cells.append(make_cell(scale.name, values, scale.explained))
+                    cells.append(make_cell(scale.name, values, scale.explains(data, seed)))
                     if main:
                         cells += [
-                            make_cell(scale.name, other, scale.explained, variant)
+                            make_cell(scale.name, other, scale.explains(data, seed), variant)
                             for variant, other in scale.also(method, values).items()
                         ]
     if not cells:
@@ -192,7 +192,7 @@ def clients(scale: Scale, choice: Choice) -> Grid:
     for data, network in _places(scale, choice):
         for seed in _seeds(scale, network, choice):
             bound = scale.values("centralized", data, network, None, seed)
-            cells.append(make_cell(scale.name, bound, scale.explained, "bound"))
+            cells.append(make_cell(scale.name, bound, scale.explains(data, seed), "bound"))
             for count in counts:
                 for shift in shifts:
                     for epsilon in _chosen(choice.epsilons, scale.client_epsilons):
@@ -201,7 +201,9 @@ def clients(scale: Scale, choice: Choice) -> Grid:
                             values = scale.values(method, data, network, own, seed)
                             values = scale.at_clients(values, count) | {"partition": shift}
                             variant = f"N = {count}, {shift}"
-                            cells.append(make_cell(scale.name, values, scale.explained, variant))
+                            cells.append(
+                                make_cell(scale.name, values, scale.explains(data, seed), variant)
+                            )
     return Grid(
         "clients",
         scale.name,
@@ -228,7 +230,7 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
                     at: tuple[Any, ...] = (data, network, epsilon, seed),
                 ) -> Cell:
                     values = scale.values(method, *at) | dict(changes)
-                    return make_cell(scale.name, values, scale.explained, variant)
+                    return make_cell(scale.name, values, scale.explains(at[0], at[3]), variant)
 
                 parts[0].append(cell(BASELINE, "", {}))
                 if "xcal-steered" in methods:
@@ -316,9 +318,11 @@ def units(scale: Scale, choice: Choice) -> Grid:
             for epsilon in epsilons:
                 for method in methods:
                     values = scale.values(method, data, network, epsilon, seed)
-                    cells.append(make_cell(scale.name, values, scale.explained))
+                    cells.append(make_cell(scale.name, values, scale.explains(data, seed)))
                     whole = scale.with_groups(values)
-                    cells.append(make_cell(scale.name, whole, scale.explained, "unit = group"))
+                    cells.append(
+                        make_cell(scale.name, whole, scale.explains(data, seed), "unit = group")
+                    )
     return Grid(
         "units",
         scale.name,

@@ -93,6 +93,10 @@ class Scale:
             values["pixels"] = PAPER_PIXELS[data]
         return values
 
+    def explains(self, data: str, seed: int) -> int:
+        """Of how many test images maps are measured."""
+        return self.explained
+
     def at_clients(self, values: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The same cell with `count` clients: a small one cannot draw a large expected batch."""
         most = max(8, (values.get("train_images") or 10_000) // (2 * count))

@@ -95,14 +95,19 @@ def test_studies_share_their_cells() -> None:
 def test_every_cell_as_shipped_has_a_twin_of_the_main_grid() -> None:
     cells = declare("shipped", "probe").cells
     main = {c.id for c in declare("privacy-utility", "probe").cells}
-    clean = {c.id for c in cells if c.keys["data"] == "blood-cells"}
+    clean = [c for c in cells if c.keys["data"] == "blood-cells"]
     twins = [c for c in cells if c.keys["data"] == "blood-cells-as-shipped"]
-    assert clean <= main
-    assert len(twins) == len(clean)
-    assert all(
-        make_cell("probe", {**c.keys, "data": "blood-cells"}, 32, c.variant).id in clean
-        for c in twins
-    )
+    assert {c.id for c in clean} <= main
+    assert [{**c.keys, "data": "blood-cells"} for c in twins] == [c.keys for c in clean]
+
+
+def test_maps_of_the_first_seeds_are_measured() -> None:
+    seeds = {
+        (c.keys["data"], c.keys["seed"]): c.explained
+        for c in declare("privacy-utility", "probe").cells
+    }
+    assert seeds["blood-cells", 1] == seeds["chest-xray14", 2] == 32
+    assert seeds["blood-cells", 2] == seeds["chest-xray14", 4] == 0
 
 
 def test_a_grid_can_be_narrowed_to_some_variants() -> None:
