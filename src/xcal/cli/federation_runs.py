@@ -153,12 +153,14 @@ def _watch(
     while True:
         try:
             with runs.look(lead, run, tensorboard if watch else None) as looking:
-                tell(looking.first())
-                while watch and looking.goes_on():
-                    silent_since = None
-                    time.sleep(every)
-                    tell(looking.news())
-                complete = max(complete, looking.rounds)
+                try:
+                    tell(looking.first())
+                    while watch and looking.goes_on():
+                        silent_since = None
+                        time.sleep(every)
+                        tell(looking.news())
+                finally:  # a server that is lost tells nothing more of what was complete
+                    complete = max(complete, looking.rounds)
                 if not keep_going or run is None or not looking.may_go_on():
                     tell(looking.last())
                     return
