@@ -91,10 +91,16 @@ test-faults: install
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/kill_chain.py --kills 200 --seed 8 --cold-every 5
 
 # Real processes on loopback; the engines are extras, so they are installed here.
+# Files of tests that take longest begin: pytest-xdist would begin with the files of most tests.
+FEDERATION := $(sort $(wildcard tests/federation/test_*.py))
+LONGEST := $(patsubst %,tests/federation/test_%.py,flare_kills flower flare_recovery masked_engines \
+  engines_take_over own_apps flare_federation flare_members)
+
 test-federation: install
 	@echo "== Federation: messages, sites, engines =="
 	@$(PIP) -e '.[test,flower,nvflare]'
-	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/federation
+	@OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 XCAL_TEST_FEDERATION=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	  $(LONGEST) $(filter-out $(LONGEST),$(FEDERATION))
 
 test-audit: install
 	@echo "== Attacks on every method (runs/audit) =="

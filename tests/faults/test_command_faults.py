@@ -182,7 +182,7 @@ def test_a_new_ledger_in_place_of_a_deleted_one(place: Place) -> None:
     _forget(place.ledger)
     place.head.unlink()
     create(place.ledger, Terms("ward 0", "record", 30.0, 1e-2))
-    refused(place, place.resume_words(), "is shorter than its head")
+    refused(place, place.resume_words(), "is older than what its run or server remembers")
 
 
 def test_shortened_ledger(place: Place) -> None:

@@ -194,14 +194,14 @@ def test_older_copy_of_the_whole_site(path, tmp_path):
     newest = pay_some(path, range(5, 8))
     shutil.rmtree(path.parent)
     shutil.copytree(tmp_path / "copy", path.parent)
-    assert_refused(path, "is shorter than", expected=newest)
+    assert_refused(path, "is older than what its run or server", expected=newest)
 
 
 def test_a_new_ledger_in_place_of_the_old(path):
     newest = read_head(path)
     shutil.rmtree(path.parent)
     create(path, Terms("people", "record", 4.0, 1e-4))
-    assert_refused(path, "is shorter than", expected=newest)
+    assert_refused(path, "is older than what its run or server", expected=newest)
 
 
 def test_edited_row(path):
@@ -223,7 +223,7 @@ def test_edited_row_with_hashes_and_head_made_anew(path):
         edit_charge(connection, 5, cost=1e-9)
         head = chain_anew(connection)
     head_path(path).write_text(f"{head.count} {head.hash}\n")
-    assert_refused(path, "is not the one", expected=newest)
+    assert_refused(path, "or another: put the newest", expected=newest)
     # And the auditor, who recomputes every cost, sees it without any head.
     check = verify(path)
     assert (check.ok, check.row) == (False, 5)

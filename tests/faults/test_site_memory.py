@@ -81,7 +81,7 @@ def test_an_older_ledger_put_back_is_refused_and_told_beforehand(site_dir: Path)
     assert code(ask(site_dir, a_request())) == "answered"
     for name, content in older.items():
         (site_dir / name).write_bytes(content)
-    assert code(ask(site_dir, a_request(run="another"))) == "ledger"
+    assert code(ask(site_dir, a_request(run="another"))) == "ledger-older"
     assert "older than what this site remembers" in problems(site_dir)[0]
 
 
@@ -92,7 +92,7 @@ def test_a_site_of_before_keeps_what_it_remembers(site_dir: Path) -> None:
     older = real(tiny_site(site_dir.parent / "other"))
     shutil.copy(older / "ledger.sqlite", site_dir / "ledger.sqlite")
     shutil.copy(older / "ledger.head", site_dir / "ledger.head")
-    assert code(ask(site_dir, a_request(run="another"))) == "ledger"
+    assert code(ask(site_dir, a_request(run="another"))) == "ledger-older"
 
 
 def test_an_older_answer_put_back_does_not_open_its_rounds_again(site_dir: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_ledger_behind_what_the_server_saw_is_refused(site_dir: Path) -> None:
     head = reply_of(site_dir, a_request()).answer.report.head
     assert head is not None
     later = replace(head, count=head.count + 5)
-    assert ask(site_dir, a_request(round=1, head=later)) == Refusal("0", "ledger")
+    assert ask(site_dir, a_request(round=1, head=later)) == Refusal("0", "ledger-older")
 
 
 def test_every_code_is_one_the_server_knows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,3 +98,16 @@ def test_a_run_is_finished_whatever_becomes_of_its_final_model(tmp_path: Path) -
     left = run_job(tmp_path, "one", stops=True)
     assert json.loads((left / "outcome.json").read_text())["text"] == "finished."
     assert (left / "result.json").exists() and not (left / "evaluations.json").exists()
+
+
+@pytest.mark.slow
+def test_a_site_put_back_between_runs_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    site, *_ = [tiny_site(tmp_path, client) for client in range(3)]
+    shutil.copytree(site, tmp_path / "copy")
+    run_job(tmp_path, "one")
+    shutil.rmtree(site)
+    shutil.copytree(tmp_path / "copy", site)
+    left = run_job(tmp_path, "two")
+    (record,) = map(json.loads, (left / "rounds.jsonl").read_text().splitlines())
+    assert record["answered"] == 2 and record["refused"] == {"0": "ledger-older"}
+    assert set(json.loads((tmp_path / "server" / "heads.json").read_text())) == set(NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,59 @@ def test_another_clients_answer_is_not_taken(tmp_path: Path) -> None:
 def test_names_and_clients_must_agree() -> None:
     with pytest.raises(UserError, match="they must agree"):
         prepare_remote(make_experiment(KEYS), ("a", "b"))
+
+
+def head_of(site_dir: Path) -> dict[str, Any]:
+    last = read_rows(site_dir / "ledger.sqlite")[-1]
+    return {"count": last.seq, "hash": last.hash}
+
+
+def swap(site_dir: Path, copy: Path) -> None:
+    """The whole directory, ledger and all, as its owner might put it back."""
+    shutil.rmtree(site_dir)
+    shutil.copytree(copy, site_dir)
+
+
+def test_a_whole_site_put_back_is_noticed_by_the_next_run(tmp_path: Path) -> None:
+    experiment = make_experiment({**KEYS, "rounds": 1})
+    sites, heads = sites_in(tmp_path / "sites", experiment), tmp_path / "heads.json"
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(sites["1"], before)
+
+    def run(name: str) -> None:
+        folder = RunFolder.find(tmp_path / name) if (tmp_path / name).exists() else None
+        folder = folder or start(tmp_path / name, experiment)
+        federation = prepare_remote(experiment, NAMES)
+        run_experiment(folder, None, federation, Post(sites), heads=heads)
+
+    run("one")
+    assert json.loads(heads.read_text()) == {c: head_of(path) for c, path in sites.items()}
+    shutil.copytree(sites["1"], after)
+    swap(sites["1"], before)
+    with pytest.raises(UserError, match=r"1 refused \(ledger-older\)"):
+        run("two")
+    assert head_of(sites["1"])["count"] == 1  # nothing was reserved, nothing paid
+    swap(sites["1"], after)
+    run("two")
+    assert json.loads(heads.read_text())["1"] == head_of(sites["1"])
+    heads.write_text('{"1": {"count": "many"}}')
+    with pytest.raises(UserError, match=r"heads\.json cannot be read"):
+        run("three")
+
+
+def test_a_site_put_back_after_a_round_that_failed_is_noticed(tmp_path: Path) -> None:
+    """The server has no checkpoint of that round, and knows what the site paid for it."""
+    experiment = make_experiment({**KEYS, "rounds": 1})
+    sites = sites_in(tmp_path / "sites", experiment)
+    shutil.copytree(sites["0"], tmp_path / "before")
+    folder, post = start(tmp_path / "run", experiment), Post(sites)
+    post.silent = {0: {"2"}}
+    federation = prepare_remote(experiment, NAMES)
+    with pytest.raises(UserError, match="no answer from 2"):
+        run_experiment(folder, None, federation, post)
+    assert not folder.load_checkpoint()
+    swap(sites["0"], tmp_path / "before")
+    post.silent = {}
+    with pytest.raises(UserError, match=r"0 refused \(ledger-older\)"):
+        run_experiment(folder, None, federation, post)
+    assert head_of(sites["0"])["count"] == 1

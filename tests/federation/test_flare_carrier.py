@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from xcal.errors import UserError
 from xcal.federation.nvflare.executor import MESSAGE
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
+from xcal.federation.nvflare.lost import Lost, lost_in, note_lost
 
 
 class Tasks:
@@ -170,3 +172,19 @@ def test_a_site_whose_question_was_dropped_is_asked_anew(monkeypatch: pytest.Mon
     monkeypatch.setattr(made._controller, "send", dropping)
     assert made.exchange(0, {"a": b"x"}, 30) == {"a": b"a"}
     assert asked[:2] == [b"x", b"x"]
+
+
+def test_notes_of_lost_workers_are_per_job(tmp_path: Path) -> None:
+    assert lost_in(tmp_path, "job") == {}
+    note_lost(tmp_path, "job", "a", 1, gone=True)
+    note_lost(tmp_path, "job", "b", 2, gone=False)
+    assert lost_in(tmp_path, "job") == {"a": Lost(1, True), "b": Lost(2, False)}
+    assert lost_in(tmp_path, "another") == {}
+
+
+def test_what_happened_is_said_by_name() -> None:
+    assert Lost(1, True).text("b") == "b's worker died; the round goes on with its quorum."
+    assert Lost(2, False, "site").text("b") == (
+        "b was lost (2 times); it was started again and takes part."
+    )
+    assert Lost(0, False, "site").text("b") == "b came later and takes part from now on."

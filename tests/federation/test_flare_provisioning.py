@@ -22,7 +22,7 @@ from federation.real_processes import free_port
 from made_sites import tiny_site
 from xcal.config import to_toml
 from xcal.errors import UserError
-from xcal.federation.nvflare import provision
+from xcal.federation.nvflare import process, provision
 from xcal.federation.nvflare.check import check_party
 from xcal.federation.nvflare.parties import Invitation, Party
 
@@ -159,10 +159,17 @@ def test_check_finds_a_bad_certificate_or_clock(site: Party, tmp_path: Path) -> 
     assert "signed by another CA" in texts(moved, "problem")
 
 
-def test_check_finds_a_port_in_use(coordinator: provision.Coordinator) -> None:
+def test_a_port_in_use_is_found_and_nothing_is_said_to_be_started(
+    coordinator: provision.Coordinator, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "PATIENCE", 0.0)
     server = Party.find(coordinator.server)
-    with socket.create_server(("127.0.0.1", server.about.port)):
-        assert "is in use by another process" in texts(server, "problem")
+    for reuse in (False, True):  # gRPC shares ports with whoever else asked for that
+        with socket.create_server(("127.0.0.1", server.about.port), reuse_port=reuse):
+            assert "is in use by another process" in texts(server, "problem")
+            code, out, err = invoke("federation", "start", str(server.folder))
+        assert (code, out) == (2, "") and "in use by another process" in err
+    assert process.processes(server) == []
 
 
 def test_accept_makes_the_site_and_checks(

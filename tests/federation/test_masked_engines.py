@@ -318,6 +318,31 @@ def test_a_run_s_folder_put_back_sends_nothing_anew_under_the_masks_of_what_was_
 
 
 @pytest.mark.slow
+def test_a_whole_site_put_back_sends_nothing_anew_under_the_masks_of_a_void_attempt(
+    tmp_path: Path,
+) -> None:
+    """Ledger and all, to where it had met the others and sent nothing: only the server can tell."""
+    site, copy = tmp_path.resolve() / "run/clients/0", tmp_path / "copy"
+
+    def losing(client: str, number: int, data: bytes) -> bytes | None:
+        if isinstance(decode_answer(data, LIMIT), Introduction):
+            if client == "0":
+                shutil.copytree(site, copy)
+            return data
+        return data if client == "0" else None
+
+    with pytest.raises(UserError, match="no answer from 1, 2"):
+        by_bytes(tmp_path / "run", losing, noise="secure")
+    assert charges(tmp_path / "run") == [1, 1, 1]
+    shutil.rmtree(site)
+    shutil.copytree(copy, site)
+    carrier = by_bytes(tmp_path / "run")
+    assert {r.client for r in carrier.messages(Reply)} == {"1", "2"}
+    assert {(r.client, r.code) for r in carrier.messages(Refusal)} == {("0", "ledger-older")}
+    assert charges(tmp_path / "run")[0] == 0
+
+
+@pytest.mark.slow
 def test_sites_whose_rosters_differ_make_no_sum_and_pay_nothing(tmp_path: Path) -> None:
     folder = begin(tmp_path / "run", clients=5, honest=4, batch=5)
     roster = tmp_path / "run/clients/1" / ROSTER

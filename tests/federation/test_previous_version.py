@@ -1,15 +1,21 @@
-"""Messages that earlier versions really wrote: kept as bytes, so that no later edit adapts them.
+"""Messages that earlier versions wrote, kept as bytes, and the last state of 0.1, kept whole.
 
-The table in docs/deploy.md ("Upgrades") says what these tests hold.
+No later edit adapts them. 0.1 runs in processes of its own, as a site and as a server. The table in
+docs/deploy.md ("Upgrades") says what these tests hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -17,11 +23,17 @@ import torch
 from made_sites import tiny_site
 from support import ROOT
 from wire import KEYS, a_request, ask
-from xcal.experiments import make_experiment
+from xcal.dp.ledger.rows import read_rows, verify
+from xcal.experiments import load_experiment, make_experiment
 from xcal.federation import messages
+from xcal.federation.answer import answer
 from xcal.federation.coordinator import Answer, Remote
 from xcal.federation.exchange import Question, RoundReply, RoundRequest
+from xcal.federation.files import read_tensors
+from xcal.federation.folder import RunFolder
+from xcal.federation.local import run_experiment
 from xcal.federation.messages import VERSION, Edition, Refusal, Reply, decode_answer, public_keys
+from xcal.federation.setup import prepare_remote
 from xcal.federation.site_directory import SiteDirectory
 from xcal.models.model_registry import build_network
 
@@ -118,3 +130,215 @@ def test_who_named_no_version_is_told_so(tmp_path: Path) -> None:
     assert served(Recorded({"0.2": kept("refusal-unnamed-to-0.1")})) == Refusal(
         "0", "key-not-allowed"
     )
+
+
+# --- the last state of 0.1, whole -----------------------------------------------------------------
+
+# Of keys that both versions know by the same name and default.
+EXPERIMENT = """
+method = "fl-dp"
+data = "smear"
+pixels = 32
+train_images = 300
+unit = "record"
+clients = 2
+rounds = 2
+expected_batch_size = 20
+epsilon = 8.0
+delta = 1e-3
+lr = 0.5
+validation_images = 20
+road_images = 0
+road_test_images = 0
+seed = 5
+"""
+FRAMES = """
+import os, sys
+from pathlib import Path
+
+out, back = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
+os.dup2(2, 1)  # what is printed is no message
+
+def give(data):
+    out.write(len(data).to_bytes(8, "little") + data)
+    out.flush()
+
+def take():
+    return back.read(int.from_bytes(back.read(8), "little"))
+"""
+SITE = (
+    FRAMES
+    + """
+from xcal.federation.answer import answer
+from xcal.federation.messages import VERSION
+
+give(VERSION.encode())
+while message := take():
+    give(answer(Path(sys.argv[1]), message))
+"""
+)
+SERVER = (
+    FRAMES
+    + """
+from xcal.experiments import load_experiment
+from xcal.federation.folder import RunFolder
+from xcal.federation.local import run_experiment
+from xcal.federation.messages import VERSION
+from xcal.federation.setup import prepare_remote, settled
+
+class Post:
+    def exchange(self, number, messages, timeout):
+        found = {}
+        for client, message in messages.items():
+            give(client.encode())
+            give(message)
+            found[client] = take()
+        return found
+
+    def late(self):
+        return []
+
+give(VERSION.encode())
+made, given = load_experiment(Path(sys.argv[1]), [])
+folder = RunFolder.create(Path(sys.argv[2]), settled(made), sorted(given))
+run_experiment(folder, None, prepare_remote(folder.experiment, ("0", "1")), Post())
+give(b"")
+"""
+)
+
+
+def give(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(8, "little") + data)
+    pipe.flush()
+
+
+def take(pipe: IO[bytes]) -> bytes:
+    return pipe.read(int.from_bytes(pipe.read(8), "little"))
+
+
+@pytest.fixture(scope="module")
+def former(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process in which `xcal` is the last state of 0.1."""
+    place = tmp_path_factory.mktemp("former")
+    with tarfile.open(ROOT / "tests" / "fixtures" / "xcal-0.1.0.tar.xz") as archive:
+        archive.extractall(place, filter="data")
+    kept_out = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return {**kept_out, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@contextmanager
+def speaking(script: str, *words: Path, env: dict[str, str]) -> Iterator[tuple[IO[bytes], ...]]:
+    """The script in a process of the former version; where to write to it and read from it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, words)],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert take(process.stdout) == b"0.1.0"
+        yield process.stdin, process.stdout
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def model_in(folder: Path) -> dict[str, torch.Tensor]:
+    found = read_tensors(folder / "model.safetensors")
+    assert found is not None
+    return found[0]
+
+
+def check_run(folder: Path, all_of_today: Path, sites: Mapping[str, Path]) -> None:
+    """Both sites answered every round; the model is that of two sites of today, to the bit."""
+    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    assert [(r["answered"], r["refused"]) for r in rounds] == [(2, {}), (2, {})]
+    one, other = model_in(folder), model_in(all_of_today)
+    assert all(torch.equal(one[k], other[k]) for k in other)
+    for site in sites.values():
+        assert verify(site / "ledger.sqlite").ok
+        assert sum(r.kind == "charge" for r in read_rows(site / "ledger.sqlite")) > 4
+
+
+class Post:
+    """To sites of this process; messages to others go where `others` says."""
+
+    def __init__(self, sites: Mapping[str, Path], **others: tuple[IO[bytes], ...]) -> None:
+        self.sites, self.others = sites, others
+        self.editions: dict[str, list[str]] = {}
+
+    def exchange(
+        self, _: int, asked: Mapping[str, bytes], timeout: float | None
+    ) -> dict[str, bytes]:
+        found = {}
+        for client, message in asked.items():
+            self.editions.setdefault(client, []).append(header(message)["edition"])
+            if client in self.others:
+                into, out_of = self.others[client]
+                give(into, message)
+                found[client] = take(out_of)
+            else:
+                found[client] = answer(self.sites[client], message)
+        return found
+
+    def late(self) -> list[str]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experiment") / "experiment.toml"
+    path.write_text(EXPERIMENT)
+    return path
+
+
+def run_today(out: Path, file: Path, post: Post) -> Path:
+    experiment, given = load_experiment(file, [])
+    folder = RunFolder.create(out, experiment, sorted(given))
+    run_experiment(folder, None, prepare_remote(experiment, ("0", "1")), post)
+    return out
+
+
+def sites_today(folder: Path, file: Path) -> dict[str, Path]:
+    experiment, _ = load_experiment(file, [])
+    return {name: tiny_site(folder, int(name), experiment=experiment) for name in ("0", "1")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, file: Path) -> Path:
+    place = tmp_path_factory.mktemp("whole")
+    return run_today(place / "run", file, Post(sites_today(place / "sites", file)))
+
+
+@pytest.mark.slow
+def test_a_site_of_the_previous_minor_version_takes_part(
+    tmp_path: Path, former: dict[str, str], file: Path, whole: Path
+) -> None:
+    """Made by 0.1, answering as 0.1, beside a site of today; asked by a server of today."""
+    sites = sites_today(tmp_path / "sites", file) | {"1": tmp_path / "former"}
+    terms = "--client 1 --shard 1 --epsilon 20 --delta 1e-2 --epsilon-run 8 --delta-run 1e-3"
+    words = ["site", "init", str(sites["1"]), "--experiment", str(file), *terms.split()]
+    words += ["--population", "ward", "--unit", "record", "--seed", "5"]
+    done = subprocess.run(
+        [sys.executable, "-m", "xcal", *words], env=former, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with speaking(SITE, sites["1"], env=former) as pipes:
+        post = Post(sites, **{"1": pipes})
+        check_run(run_today(tmp_path / "run", file, post), whole, sites)
+    # refused once, then asked in its own edition
+    assert post.editions == {"0": ["0.2", "0.2"], "1": ["0.2", "0.1", "0.1"]}
+
+
+@pytest.mark.slow
+def test_a_server_of_the_previous_minor_version_is_answered(
+    tmp_path: Path, former: dict[str, str], file: Path, whole: Path
+) -> None:
+    sites = sites_today(tmp_path / "sites", file)
+    with speaking(SERVER, file, tmp_path / "run", env=former) as (into, out_of):
+        while client := take(out_of).decode():
+            message = take(out_of)
+            assert header(message)["edition"] == "0.1"
+            give(into, answer(sites[client], message))
+    check_run(tmp_path / "run", whole, sites)

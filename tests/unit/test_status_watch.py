@@ -79,3 +79,53 @@ def test_a_long_silence_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "WATCH_PATIENCE", -1.0)
     with pytest.raises(ServerSilent):
         status()
+
+
+class LosesItsServer:
+    """A run of eight rounds: the server is lost after each, and knows of none when it is back."""
+
+    done = 0  # rounds complete
+    lost = False
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def first(self) -> list[str]:
+        return []
+
+    def goes_on(self) -> bool:
+        return not self.lost and self.done < 8
+
+    def may_go_on(self) -> bool:
+        return self.lost
+
+    def news(self) -> Iterator[str]:
+        LosesItsServer.done += 1
+        self.rounds = self.done
+        yield f"round {self.done}/8"
+        LosesItsServer.lost = True
+        raise ServerSilent("The server does not answer.")
+
+    def last(self) -> list[str]:
+        return []
+
+
+def test_a_run_that_gets_further_is_kept_going_however_often_its_server_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def look(*_: Any) -> Iterator[LosesItsServer]:
+        yield LosesItsServer()
+
+    def go_on(*_: Any) -> str:
+        LosesItsServer.lost = False
+        return "j"
+
+    monkeypatch.setattr(runs, "look", look)
+    monkeypatch.setattr(runs, "go_on", go_on)
+    monkeypatch.setattr(runs, "was_stopped", lambda *_: False)
+    status(keep_going=True)
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("Resumed")] == [
+        f"Resumed 'r' after round {n} (1, job j): it was not worked on." for n in range(1, 9)
+    ]

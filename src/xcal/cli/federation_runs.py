@@ -84,22 +84,25 @@ def statistics_command(
 
 
 def _show_statistics(found: dict[str, Any]) -> None:
-    rows = (
-        (
-            site,
-            *(f"{count:.0f}" for count in told["counts"]),
-            f"{1.96 * told['noise']:.0f}",
-            f"{told['distance']:.2f}",
+    if found["sites"]:
+        rows = (
+            (
+                site,
+                *(f"{count:.0f}" for count in told["counts"]),
+                f"{1.96 * told['noise']:.0f}",
+                f"{told['distance']:.2f}",
+            )
+            for site, told in found["sites"].items()
         )
-        for site, told in found["sites"].items()
-    )
-    heads = ("site", *(f">{name}" for name in found["classes"]), ">±", ">share apart")
-    console.print(make_table(f"{found['unit']}s by class, with noise", heads, rows))
-    say(
-        f"±: 95 % of the noise that each site added and paid ({found['epsilon']:g},"
-        f" {found['delta']:g}) for. Share apart: total variation between the site's classes and"
-        " those of all sites together, 0 to 1."
-    )
+        heads = ("site", *(f">{name}" for name in found["classes"]), ">±", ">share apart")
+        console.print(make_table(f"{found['unit']}s by class, with noise", heads, rows))
+        say(
+            f"±: 95 % of the noise that each site added and paid ({found['epsilon']:g},"
+            f" {found['delta']:g}) for. Share apart: total variation between the site's classes and"
+            " those of all sites together, 0 to 1."
+        )
+    else:
+        say("No site told its counts: what it tells is in its policy.toml (statistics_epsilon).")
     for site, code in found["refused"].items():
         say(f"{site} refused ({code})")
     for site in found["missing"]:
@@ -150,12 +153,14 @@ def _watch(
     while True:
         try:
             with runs.look(lead, run, tensorboard if watch else None) as looking:
-                tell(looking.first())
-                while watch and looking.goes_on():
-                    silent_since = None
-                    time.sleep(every)
-                    tell(looking.news())
-                complete = max(complete, looking.rounds)
+                try:
+                    tell(looking.first())
+                    while watch and looking.goes_on():
+                        silent_since = None
+                        time.sleep(every)
+                        tell(looking.news())
+                finally:  # a server that is lost tells nothing more of what was complete
+                    complete = max(complete, looking.rounds)
                 if not keep_going or run is None or not looking.may_go_on():
                     tell(looking.last())
                     return

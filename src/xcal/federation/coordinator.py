@@ -29,6 +29,7 @@ from xcal.federation.exchange import (
     load_weights,
 )
 from xcal.federation.folder import RunFolder
+from xcal.federation.known_heads import KnownHeads
 from xcal.federation.messages import (
     EDITIONS,
     MAX_HEADER,
@@ -115,9 +116,13 @@ class Remote:
     """A transport over a carrier: messages are encoded here, and answers checked before use."""
 
     def __init__(
-        self, carrier: Carrier, model: nn.Module, progress: Progress | None = None
+        self,
+        carrier: Carrier,
+        model: nn.Module,
+        progress: Progress | None = None,
+        heads: KnownHeads | None = None,
     ) -> None:
-        self._carrier = carrier
+        self._carrier, self._heads = carrier, heads
         self._model = model
         self._frozen = frozen_digest(model)
         size = sum(p.numel() * max(p.element_size(), BYTES) for p in trainable(model).values())
@@ -150,9 +155,13 @@ class Remote:
             for q in questions
         }
         came = self._carrier.exchange(round_number, messages, timeout)
-        return {
+        found = {
             q.client: self._read(q, came[q.client]) if q.client in came else None for q in questions
         }
+        if self._heads is not None:
+            told = {c: a.report.head for c, a in found.items() if isinstance(a, RoundReply)}
+            self._heads.learn({c: head for c, head in told.items() if head is not None})
+        return found
 
     def late(self) -> list[str]:
         return self._carrier.late()
@@ -167,7 +176,11 @@ class Remote:
             experiment=public_keys(asked.experiment),
             initial_seed=asked.experiment.seed,
             frozen=self._frozen,
-            head=question.head,
+            head=(
+                question.head
+                if self._heads is None
+                else self._heads.newest(question.client, question.head)
+            ),
             weights=question.weights,
             validation_losses=asked.validation_losses,
             sum=asked.sum,

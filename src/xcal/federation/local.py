@@ -33,6 +33,7 @@ from xcal.federation.coordinator import (
 from xcal.federation.exchange import Question, RoundRequest
 from xcal.federation.files import lock_folder, write_json
 from xcal.federation.folder import RunFolder
+from xcal.federation.known_heads import FILE, KnownHeads
 from xcal.federation.loaded_site import Held, LoadedSite, keep_freed_memory, torch_threads
 from xcal.federation.loggers import Logged, Logger, make_logger
 from xcal.federation.masked import (
@@ -127,12 +128,14 @@ def run_experiment(
     carrier: Carrier | None = None,
     workers: int | None = None,
     logger: str | Logger | None = None,
+    heads: Path | None = None,
 ) -> dict[str, Any]:
     """Train what the folder's configuration says, from wherever it stands; return the result.
 
     `carrier`: an engine that carries messages to clients elsewhere; without one the clients are
     simulated on this machine, by as many `workers` as the configuration says if not given here.
     `logger`: a name or an object, instead of the configuration's `log`.
+    `heads`: where a server that outlives its runs keeps what it was told of its clients' ledgers.
     """
     progress, made = progress or NullCallback(), None
     handle = lock_folder(folder.path)
@@ -148,9 +151,9 @@ def run_experiment(
                 name = experiment.log if logger is None else logger
                 made = logger = make_logger(name, folder.path, folder.about["run"])
             if logger is None:
-                return _run(folder, federation, progress, carrier, workers)
+                return _run(folder, federation, progress, carrier, workers, heads)
             logged = Logged(progress, logger)
-            result = _run(folder, federation, logged, carrier, workers)
+            result = _run(folder, federation, logged, carrier, workers, heads)
             logged.result(result, experiment.rounds)
             return result
     finally:
@@ -175,6 +178,7 @@ def _run(
     progress: Progress,
     carrier: Carrier | None,
     workers: int | None,
+    heads: Path | None,
 ) -> dict[str, Any]:
     started = time.monotonic()
     experiment = federation.experiment
@@ -199,7 +203,8 @@ def _run(
             else:
                 model = coordinator.run(transport)
     else:
-        remote = Remote(carrier, coordinator.model, progress)
+        known = KnownHeads(heads or folder.path / FILE)
+        remote = Remote(carrier, coordinator.model, progress, known)
         masked = experiment.trust == "masked"
         model = _run_masked_elsewhere(coordinator, remote) if masked else coordinator.run(remote)
     seconds = time.monotonic() - started

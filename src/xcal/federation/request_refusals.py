@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from xcal.dp.account import NoiseTooLow
 from xcal.dp.batch_invariance import DependentNetwork
 from xcal.dp.ledger.ledger import LedgerExhausted
-from xcal.dp.ledger.rows import LedgerBusy, LedgerRefusal
+from xcal.dp.ledger.rows import LedgerBusy, LedgerOlder, LedgerRefusal
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.errors import UserError
 from xcal.federation.masks import MaskRefusal
@@ -50,6 +50,7 @@ CODES: dict[str, str] = {
     "network-dependent": "the network's answer to an image depends on others or on earlier ones",
     "masks": "the client takes no part in this masked sum: its roster, a site's key or an attempt",
     "ledger": "the client's ledger does not admit it, or cannot be used",
+    "ledger-older": "the client's ledger lacks rows seen before: an older copy, or another ledger",
     "busy": "the client is still at work on another request",
     "data": "the client's data cannot be had at what the request asks for",
     "site": "the client's own files need its owner's attention",
@@ -93,6 +94,8 @@ def naming(code: str) -> Iterator[None]:
         raise Refused("busy", str(error)) from error
     except LedgerExhausted as error:
         raise Refused(f"{error.ran_out[0]}-total", str(error)) from error
+    except LedgerOlder as error:
+        raise Refused("ledger-older", str(error)) from error
     except LedgerRefusal as error:
         raise Refused("ledger", str(error)) from error
     except NoiseTooLow as error:

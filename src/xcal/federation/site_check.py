@@ -78,7 +78,8 @@ def _ledger(site_dir: SiteDirectory) -> list[Finding]:
         return [Finding("problem", f"the ledger's row {found.row} {found.problem}")]
     rows = read_rows(site_dir.ledger_path)
     told = "; ".join(filter(None, (lifetime_text(rows), spending_text(rows))))
-    checked = [Finding("ok", f"ledger: {found.rows} rows, all in order; {told}")]
+    rows_text = f"{found.rows} row{'s' * (found.rows != 1)}"
+    checked = [Finding("ok", f"ledger: {rows_text}, all in order; {told}")]
     checked += _reserved(site_dir, rows)
     terms = terms_of(rows)
     if terms.population != site_dir.about.population:

@@ -31,6 +31,7 @@ from xcal.dp.ledger.rows import (
     Charge,
     Head,
     LedgerBusy,
+    LedgerOlder,
     LedgerRefusal,
     Row,
     RunTerms,
@@ -182,16 +183,15 @@ class Ledger:
                 self.path,
                 "cannot be opened for writing: it is damaged or read-only, or the disk is full.",
             ) from error
-        checks = [check_chain(rows), check_head(rows, head), check_rows(rows)]
-        if expected is not None:
-            checks.append(check_head(rows, expected))
-        for check in checks:
+        for check in (check_chain(rows), check_head(rows, head), check_rows(rows)):
             if not check.ok:
                 raise refuse(
                     self.path,
                     f"is refused: row {check.row} {check.problem}. Restore the newest copy.",
                 )
         self._rows = rows
+        if expected is not None:
+            self.check_holds(expected, "its run or server")
         self.terms = terms_of(rows)
         self._runs = runs_of(rows)
         self._lifetime_costs: dict[tuple[float, float], float] = {}
@@ -265,12 +265,12 @@ class Ledger:
 
     def check_holds(self, head: Head, who: str) -> None:
         """Refuse where the rows do not contain a head that somebody remembers."""
-        found = check_head(self._rows, head)
-        if not found.ok:
+        if not check_head(self._rows, head).ok:
             raise refuse(
                 self.path,
-                f"is older than what {who} remembers of it ({head.count} rows): put the newest one"
-                " back.",
+                f"is older than what {who} remembers of it ({head.count} rows), or another: put the"
+                " newest one back.",
+                LedgerOlder,
             )
 
     def charges(self, run: str) -> list[Charge]:

@@ -158,6 +158,10 @@ class LedgerBusy(LedgerRefusal):
     """Another process holds the ledger."""
 
 
+class LedgerOlder(LedgerRefusal):
+    """It lacks rows that somebody saw: an older copy was put back, or another ledger."""
+
+
 def refuse(path: Path, what: str, kind: type[LedgerRefusal] = LedgerRefusal) -> LedgerRefusal:
     return kind(f"The ledger {path} {what}")
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from xcal.errors import UserError, how_to_install
 from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation, prepare
+from xcal.federation.waiting import Waiting
 
 ATTEMPTS = 3  # to start Ray, which gives itself half a minute, however busy the machine
 PATIENCE = 5.0  # seconds after a Ctrl-C in which clients may keep the step they are at
@@ -30,6 +32,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Once Ray is shut down, a call that comes a moment later would start another one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray's own 15 is for interactive machines: beside other work, clients would hardly run at all.
     "RAY_worker_niceness": "0",
 }
@@ -117,7 +121,7 @@ class _Clients:
     """
 
     def __init__(self) -> None:
-        self._pools: list[Any] = []
+        self._actors: list[Any] = []
         self.started = False
 
     @contextlib.contextmanager
@@ -133,7 +137,9 @@ class _Clients:
                 say("Ray is up; its processes load torch and the data.")
                 clients.started = True
                 super().build(app_fn)
-                clients._pools.append(self.pool)
+                clients._actors.extend(self.pool.pool)  # all there will ever be, still idle
+                if stop.is_set():  # and nobody else will end them any more
+                    clients.end()
 
         raybackend.RayBackend = Known
         try:
@@ -145,8 +151,9 @@ class _Clients:
         """At once, as a power cut would: what a client has paid for is in its ledger."""
         import ray
 
-        for pool in self._pools:
-            for actor in [*pool.pool, *pool._future_to_actor.values()]:
+        for actor in self._actors:
+            # Where Ray itself has ended, they have; to be asked, it would start anew.
+            if ray.is_initialized():
                 with contextlib.suppress(Exception):  # it has ended by itself
                     ray.kill(actor)
 
@@ -242,6 +249,9 @@ def _end(ended: threading.Event, clients: _Clients, say: Callable[[str], None]) 
     with contextlib.suppress(KeyboardInterrupt):  # an impatient second one
         if ended.wait(PATIENCE):
             return
-    clients.end()
     with contextlib.suppress(KeyboardInterrupt):
-        ended.wait(4 * PATIENCE)
+        clients.end()
+        waiting = Waiting(say)
+        until = time.monotonic() + 8 * PATIENCE
+        while not ended.wait(1.0) and time.monotonic() < until:
+            waiting.look("Waiting for Ray to end")

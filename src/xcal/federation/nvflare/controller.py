@@ -17,6 +17,7 @@ from xcal.experiments import make_experiment
 from xcal.federation.coordinator import NullCallback, TooFewAnswers
 from xcal.federation.files import read_json, write_json
 from xcal.federation.folder import RunFolder
+from xcal.federation.known_heads import FILE as HEADS
 from xcal.federation.local import run_experiment
 from xcal.federation.logbook import note
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
@@ -85,7 +86,8 @@ class XcalController(ModelController):
             folder = self._folder(path)
             federation = self._federation(folder)
             self._watch.begin(folder, federation.experiment.rounds)
-            run_experiment(folder, self._watch, federation, self._carrier)
+            heads = self._carrier.folder / HEADS
+            run_experiment(folder, self._watch, federation, self._carrier, heads=heads)
             self._tell_final(folder, federation)
             self._leave(path, True, "finished.")
         except Stopped:
