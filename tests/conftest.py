@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import typer.main
 
 from xcal.cli.app import main
 
 Invoke = Callable[..., tuple[int, str, str]]
 
 torch.set_num_threads(1)  # a fork of a process whose torch has several threads can hang
+typer.main.get_command = functools.cache(typer.main.get_command)  # 40 ms of every command
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xcal.dp.clipping import ClippingEngine
+from xcal.dp.clipping import ClippingEngine, rule_check
 from xcal.dp.clipping.reference import norm, one_at_a_time, unit_gradients
 from xcal.errors import UserError
 from xcal.models.resnet import resnet18
@@ -49,6 +52,22 @@ def batch(count, dtype=torch.float64):
 
 def largest_difference(found, expected):
     return max(float((found[name] - part).abs().max()) for name, part in expected.items())
+
+
+def test_copies_of_a_network_are_looked_at_once_and_not_kept(monkeypatch):
+    looks, look, kept = [], rule_check._agree_somehow, []
+    monkeypatch.setattr(rule_check, "_seen", set())
+    monkeypatch.setattr(rule_check, "_agree_somehow", lambda *args: looks.append(1) or look(*args))
+    for forward in (None, lambda model: model, lambda model: model):
+        model = small_network()
+        images, labels = batch(2)
+        way = None if forward is None else forward(model)
+        ClippingEngine(model).clipped_sum(images, labels, clip=1.0, forward=way)
+        kept.append(weakref.ref(model))
+    del model, way
+    gc.collect()
+    assert len(looks) == 1
+    assert [ref() for ref in kept] == [None, None, None]
 
 
 @pytest.mark.parametrize("n_units", [None, 0, 3])

@@ -64,10 +64,18 @@ def _log_comb(n: Floats | float, k: Floats) -> Floats:
     return result
 
 
+@lru_cache(maxsize=1024)
+def _log_combs(order: float, terms: int) -> Floats:
+    """log |C(order, i)| for i from 0, a column: every cost at this order needs the same ones."""
+    result = _log_comb(order, np.arange(terms, dtype=np.float64)[:, None])
+    result.flags.writeable = False
+    return result
+
+
 def _log_moment_whole(rate: float, sigmas: Floats, order: int) -> Floats:
     i = np.arange(order + 1, dtype=np.float64)[:, None]
     log_coefficient = (
-        _log_comb(float(order), i) + i * math.log(rate) + (order - i) * math.log1p(-rate)
+        _log_combs(float(order), order + 1) + i * math.log(rate) + (order - i) * math.log1p(-rate)
     )
     return _log_sum(log_coefficient + (i * i - i) / (2 * sigmas[None, :] ** 2))
 
@@ -78,12 +86,14 @@ def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
     log_rate, log_rest = math.log(rate), math.log1p(-rate)
     result = np.empty_like(sigma)
     left = np.arange(len(sigma))  # the pairs whose series goes on: most end early, a few never
+    # Signs of C(order, i) are dropped on purpose: the magnitudes' sum bounds the moment above.
+    known, at = np.unique(order, return_inverse=True)
+    combs = np.hstack([_log_combs(float(a), MAX_SERIES_TERMS) for a in known])
     total = last0 = last1 = np.full_like(sigma, -np.inf)
     terms = max(1, min(64, 2**15 // len(sigma)))
     for first in range(0, MAX_SERIES_TERMS, terms):
         i = np.arange(first, min(first + terms, MAX_SERIES_TERMS), dtype=np.float64)[:, None]
-        # Signs of C(order, i) are dropped on purpose: the magnitudes' sum bounds the moment above.
-        coefficient = _log_comb(order, i)
+        coefficient = combs[first : first + len(i), at]
         j = order - i
         # log ½erfc(x/√2) = log Φ(−x)
         s0 = (
@@ -107,8 +117,8 @@ def _log_moment_fractional(rate: float, sigma: Floats, order: Floats) -> Floats:
         result[left[over]] = sums[ended.argmax(axis=0), np.arange(len(left))][over]
         if over.all():
             return result
-        kept = (left, sigma, order, z0, sums[-1], s0[-1], s1[-1], falling[-1])
-        left, sigma, order, z0, total, last0, last1, last_fell = (x[~over] for x in kept)
+        kept = (left, at, sigma, order, z0, sums[-1], s0[-1], s1[-1], falling[-1])
+        left, at, sigma, order, z0, total, last0, last1, last_fell = (x[~over] for x in kept)
     # Where the series is slow, the library gives up. Its terms fall at least like i^-2 (order > 1),
     # so all that is left is at most N times the last one.
     tail = math.log(MAX_SERIES_TERMS) + np.logaddexp(last0, last1)

@@ -41,6 +41,8 @@ def group_epsilon(plan: Plan, images: int) -> float | None:
             return None
     for _ in range(200):
         middle = (low + high) / 2
+        if middle in (low, high):
+            break
         if log_excess(middle) > 0:
             high = middle
         else:

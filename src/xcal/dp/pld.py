@@ -83,6 +83,7 @@ def _hockey_stick(rate: float, sigma: float, epsilons: Floats, direction: Direct
     return np.clip(result, 0.0, 1.0)
 
 
+@lru_cache(maxsize=1024)  # a plan is held to what its calibration found
 def _delta_bound(
     rate: float, sigma: float, steps: int, epsilon: float, spacing: float, direction: Direction
 ) -> float:

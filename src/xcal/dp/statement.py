@@ -431,38 +431,11 @@ def _line(client: str, plan: Plan, add_remove: bool = False) -> dict[str, Any]:
     }
 
 
-def _central_statement(situation: Situation, plan: Plan) -> dict[str, Any]:
-    """Of a run whose guarantee is the trusted server's: no client has one of its own."""
-    return {
-        "method": situation.method,
-        "opening": _opening(situation),
-        "promise": _promise(situation),
-        "unit": plan.unit,
-        "neighboring_relation": CENTRAL_RELATION,
-        "epsilon_nominal": situation.epsilon_nominal,
-        "preset": situation.preset,
-        "clients": [],
-        "server": _line("server", plan),
-        "persons": [],
-        "sampling": "none that is secret: who takes part is known, so nothing is amplified; sums"
-        " divided by the fixed number of clients a round",
-        "noise": situation.noise,
-        "accounting": _accounting({"server": plan}, "Gaussian, one a round", "round"),
-        "server_sees": "every update as it is",
-        "assumptions": [*CENTRAL_ASSUMPTIONS, *_plugins(situation)],
-        "not_protected": _not_protected(situation, CENTRAL_NOT_PROTECTED),
-        "public_images": _public_images(situation),
-        "plugins": _plugins(situation),
-        "warnings": _warnings(situation),
-    }
-
-
 def make_statement(situation: Situation) -> dict[str, Any]:
     """The statement as plain values."""
-    private = bool(situation.plans)
+    found = _client_statement(situation, bool(situation.plans))
     if situation.server_plan is not None:
-        return _central_statement(situation, situation.server_plan)
-    found = _client_statement(situation, private)
+        return {**found, **_central_terms(situation, situation.server_plan)}
     if situation.honest is None:
         return found
     return {
@@ -477,6 +450,21 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         " the same",
         "server_sees": MASKED_SEES,
         "assumptions": [*found["assumptions"], *_masked_assumptions(situation)],
+    }
+
+
+def _central_terms(situation: Situation, plan: Plan) -> dict[str, Any]:
+    """Of a run whose guarantee is the trusted server's: no client has one of its own."""
+    return {
+        "unit": plan.unit,
+        "neighboring_relation": CENTRAL_RELATION,
+        "server": _line("server", plan),
+        "sampling": "none that is secret: who takes part is known, so nothing is amplified; sums"
+        " divided by the fixed number of clients a round",
+        "noise": situation.noise,
+        "accounting": _accounting({"server": plan}, "Gaussian, one a round", "round"),
+        "assumptions": [*CENTRAL_ASSUMPTIONS, *_plugins(situation)],
+        "not_protected": _not_protected(situation, CENTRAL_NOT_PROTECTED),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -33,6 +34,7 @@ from xcal.federation.files import (
 PACKAGES = ("xcal-fl", "torch", "numpy", "scipy", "dp-accounting", "safetensors")
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """What computed the result."""
     found = {"python": platform.python_version()}
@@ -44,6 +46,7 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache  # of the code that was loaded
 def commit() -> str | None:
     """The commit this code runs from, with `+changes` if it was edited; None outside a checkout."""
     here = Path(__file__).resolve().parent
