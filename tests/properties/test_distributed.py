@@ -111,6 +111,8 @@ def test_what_does_not_fit_is_refused() -> None:
         DistributedGrid((Part("gradient", 10**9, 1.0, 1000.0),), 3, 2, 100)
     with pytest.raises(UserError, match="fewer parameters"):
         DistributedGrid((Part("gradient", 5_000_000, 1.0, 1.0),), 3, 2, 10**8)
+    with pytest.raises(UserError, match="fewer parameters"):  # whatever a server asks for
+        DistributedGrid((Part("gradient", 10, 1.0, 1e307),), 3, 2, 100)
     for sites, honest in ((3, 0), (3, 4)):
         with pytest.raises(ValueError, match="honest"):
             grid_of(sites=sites, honest=honest)

@@ -69,8 +69,11 @@ class DistributedGrid:
             raise ValueError(f"of {self.sites} sites {self.honest} cannot be the honest ones")
         if not all(p.size > 0 and p.sensitivity > 0 and p.multiplier > 0 for p in self.parts):
             raise ValueError("every part has coordinates, a sensitivity and a multiplier")
-        largest = max(self.units * p.sensitivity * self.fineness(p) for p in self.parts)
-        if self._wanted_scale > LARGEST_SCALE or largest > LARGEST_SUM or self.width > BYTES:
+        if (
+            self._wanted_scale > LARGEST_SCALE  # first: the others follow from the scale
+            or max(self.units * p.sensitivity * self.fineness(p) for p in self.parts) > LARGEST_SUM
+            or self.width > BYTES
+        ):
             raise UserError(
                 f"Sums of {self.units} units at {self.sites} sites in {self.size} coordinates do"
                 " not fit into whole numbers on a fine enough grid: train fewer parameters, or use"
