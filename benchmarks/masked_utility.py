@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,9 +47,11 @@ from xcal.models.model_registry import build_network
 from xcal.studies.grid import PROBE
 
 RESULTS = Path(__file__).parent / "results" / "masked"
+PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
 ROUNDS, CLIP, AVERAGE = 20, 8.0, 0.2
 RATES = {0.5: (0.02, 0.05, 0.1, 0.2, 0.5), 5.0: (0.1, 0.2, 0.5, 1.0, 2.0)}
 SITES, CHOSEN_BY = (3, 10, 50), 2
+SETS = ("blood-cells", "chest-xray14", "ham10000")
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,32 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines).replace("-0.", "−0.") + "\n"
 
 
+def missing(rows: list[dict[str, Any]]) -> str:
+    """Which settings there are no results of, in a sentence; empty where all are there."""
+    known = {(row["set"], row["epsilon"], row["sites"]) for row in rows}
+    told = []
+    for name in SETS:
+        lacking = [s for s in itertools.product([name], RATES, SITES) if s not in known]
+        if len(lacking) == len(RATES) * len(SITES):
+            told.append(name)
+        else:
+            told += [
+                f"{name} with {sites} sites at ε = {epsilon:g}" for _, epsilon, sites in lacking
+            ]
+    return f"Not run yet: {', '.join(told)}.\n" if told else ""
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """The table beside the rows and in the page, with what is missing."""
+    made = table(rows)
+    (RESULTS / "utility.md").write_text(made)
+    part = "<!-- masked -->\n\n" + "\n".join(p for p in (made, missing(rows)) if p)
+    text = re.sub(
+        r"<!-- masked -->.*?(?=\n<!-- end -->)", lambda _: part, PAGE.read_text(), flags=re.DOTALL
+    )
+    PAGE.write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["run", "table"])
@@ -227,8 +256,8 @@ def main() -> None:
                     file.write(json.dumps(rows[-1]) + "\n")
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
         return
-    (RESULTS / "utility.md").write_text(table(rows))
-    print(table(rows))
+    write(rows)
+    print(table(rows), missing(rows), sep="\n")
 
 
 if __name__ == "__main__":

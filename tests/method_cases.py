@@ -46,9 +46,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"signal_source": "decay"},
     ],
 }
+DISCRETE: dict[str, Any] = {"noise_kind": "discrete"}
 CASES = [
     pytest.param(name, options, id=f"{name}-{number}")
     for name, method in METHODS.items()
     if method.private
-    for number, options in enumerate(OPTIONS[name])  # a new method needs its line here
+    for number, options in enumerate(
+        # a new method needs its line above
+        [*OPTIONS[name], *([DISCRETE] if "noise_kind" in method.uses else [])]
+    )
 ]

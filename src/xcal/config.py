@@ -48,6 +48,7 @@ _LATER = (
     "precision",
     "trust",
     "honest",
+    "noise_kind",
 )
 
 
@@ -172,6 +173,13 @@ class Experiment(BaseModel):
         "masked: how many of the sites are assumed to add their noise and to keep it"
         " secret; all but one if not given",
         travels=False,
+    )
+    noise_kind: Literal["gaussian", "discrete"] = key(
+        "gaussian",
+        "what a site's own noise is: gaussian, rounded with the sum to a public grid, or"
+        " discrete: whole numbers on sums that are rounded before it, with rounding charged, and"
+        " plans at a whole Rényi order (docs/guarantee.md §10); shared noise always is",
+        travels=True,
     )
     noise: Literal["seeded", "secure"] | None = key(
         None,
@@ -298,6 +306,11 @@ class Experiment(BaseModel):
     def honest_sites(self) -> int:
         """How many sites shared noise counts on."""
         return self.clients - 1 if self.honest is None else self.honest
+
+    @property
+    def discrete(self) -> bool:
+        """Whether noise is discrete: a site's own, or one that sites share."""
+        return self.trust == "masked" or self.noise_kind == "discrete"
 
     @property
     def rows(self) -> int:

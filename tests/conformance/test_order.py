@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import xcal
+import xcal.dp.distributed
 import xcal.dp.mechanism
 from method_cases import BASE, CASES
 from support import ROOT
@@ -49,6 +50,13 @@ def test_a_step_is_paid_for_then_drawn_then_released(
 
         return release
 
+    def whole(value: Any, part: Any, grid: Any, noise: Any, key: Any) -> Any:
+        deviation = grid.scale / grid.fineness(part)
+        events.append(("release", key.client, (key.block, deviation, key.round, key.step)))
+        return in_whole_numbers(value, part, grid, noise, key)
+
+    in_whole_numbers = xcal.dp.distributed.release_whole
+    monkeypatch.setattr(xcal.dp.distributed, "release_whole", whole)
     monkeypatch.setattr(Ledger, "charge", pays)
     monkeypatch.setattr(LocalData, "draw", draws)
     monkeypatch.setattr(mechanism, "release_tensors", lets_go(tensors))

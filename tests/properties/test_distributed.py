@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from xcal.dp.account import Account
 from xcal.dp.calibration import PlanShape, plan_static
-from xcal.dp.distributed import DistributedGrid, DistributedMechanism, Part
+from xcal.dp.distributed import DiscreteMechanism, DistributedGrid, DistributedMechanism, Part
 from xcal.dp.ledger.ledger import Ledger, create
-from xcal.dp.ledger.rows import RunTerms, Terms, verify
+from xcal.dp.ledger.rows import RunTerms, Terms, charges_of, read_rows, verify
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.dp.noise import NoiseKey, SecureNoise, SeededNoise
 from xcal.errors import UserError
@@ -111,6 +111,8 @@ def test_what_does_not_fit_is_refused() -> None:
         DistributedGrid((Part("gradient", 10**9, 1.0, 1000.0),), 3, 2, 100)
     with pytest.raises(UserError, match="fewer parameters"):
         DistributedGrid((Part("gradient", 5_000_000, 1.0, 1.0),), 3, 2, 10**8)
+    with pytest.raises(UserError, match="fewer parameters"):  # whatever a server asks for
+        DistributedGrid((Part("gradient", 10, 1.0, 1e307),), 3, 2, 100)
     for sites, honest in ((3, 0), (3, 4)):
         with pytest.raises(ValueError, match="honest"):
             grid_of(sites=sites, honest=honest)
@@ -215,6 +217,74 @@ def test_a_sum_that_one_unit_moves_further_is_refused(tmp_path: Path) -> None:
                 {"gradient": torch.zeros(50), "count": 0.0},
                 sensitivities={"gradient": CLIP * 1.001, "count": 0.5},
             )
+
+
+def test_a_site_by_itself_releases_whole_numbers_with_all_of_the_noise(tmp_path: Path) -> None:
+    plan = plan_static(PlanShape(1.0, 1e-5, 200, 20, 10), whole_orders=True)
+    sigma = plan.sigma_static * math.sqrt(1 + 1 / 25)
+    parts = (Part("gradient", 60, CLIP, sigma), Part("count", 1, 0.5, 5 * sigma))
+    mechanism = DiscreteMechanism.of(plan.sample_rate, plan.sigma_static, parts, 200)
+    grid = mechanism.grid
+    assert grid is not None and (grid.sites, grid.honest) == (1, 1)
+    ledger, account = account_of(tmp_path, plan.order, plan.budget)
+    sums = {"b": torch.full((10,), 0.3), "a": torch.ones(5, 10)}
+
+    def key(block: str, step: int = 0) -> NoiseKey:
+        return NoiseKey("0", "fl-dp", 0, step, block)
+
+    with ledger:
+        charged = [
+            mechanism.charge(
+                account,
+                0,
+                step,
+                inputs=None,
+                noise=SeededNoise(0),
+                key=lambda block, step=step: key(block, step),
+            )
+            for step in range(2)
+        ]
+        assert charged[0].draw(Nobody()) == plan.sample_rate
+        found = charged[0].release_tensors("gradient", sums, sensitivity=CLIP).tensors
+        count = charged[0].release_scalar("count", 1.0)
+        for call, why in (
+            (lambda: charged[0].release_scalar("count", 1.0), "beyond"),
+            (lambda: charged[0].release_tensors("gradient", sums, sensitivity=CLIP), "beyond"),
+            # The room for rounding is in the charge, and not the step's to use.
+            (
+                lambda: charged[1].release_tensors("gradient", sums, sensitivity=CLIP * 1.0005),
+                "sensitivity",
+            ),
+            (
+                lambda: charged[1].release_tensors("gradient", sums, sensitivity=1.0, noise=1e9),
+                "discrete",
+            ),
+        ):
+            with pytest.raises(UnchargedRelease, match=f"(?i){why}"):
+                call()
+    flat = torch.cat([sums["b"], sums["a"].reshape(-1)])
+    noise = SeededNoise(0)
+    for part, value, released in (
+        (parts[0], flat, torch.cat([found["b"], found["a"].reshape(-1)])),
+        (parts[1], 1.0, torch.tensor(count)),
+    ):
+        whole = grid.whole(part, value) + noise.discrete_normals(
+            key(part.name), part.size, grid.scale
+        )
+        expected = torch.from_numpy(whole / grid.fineness(part)).float()
+        assert torch.equal(expected.reshape(released.shape), released.float())
+    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in sums.items()}
+    assert verify(tmp_path / "ledger.sqlite").ok  # by dp-accounting alone
+    (first, _) = charges_of(read_rows(tmp_path / "ledger.sqlite"), "r")
+    assert (first.sigma, first.rate) == (plan.sigma_static, plan.sample_rate)
+    for release, part in zip(first.releases, parts, strict=True):
+        assert release.noise == grid.scale / grid.fineness(part)
+        assert release.noise / release.sensitivity == pytest.approx(part.multiplier, rel=1e-12)
+        assert part.sensitivity < release.sensitivity < part.sensitivity * (1 + 1.01 / 990)
+    with pytest.raises(ValueError, match="whole orders"):
+        mechanism.cost(8.5)
+    with pytest.raises(UserError, match="noise_kind = 'gaussian'"):
+        DiscreteMechanism.of(0.1, 1000.0, (Part("gradient", 10**9, 1.0, 1000.0),), 100)
 
 
 def test_costs_are_proved_at_whole_orders_only(tmp_path: Path) -> None:

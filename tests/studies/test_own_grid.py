@@ -63,7 +63,7 @@ def test_a_cell_pins_what_its_method_says_it_uses(tmp_path: Path) -> None:
         unset = {k for k in get_method(cell.method).uses if getattr(made, k, None) is None}
         assert set(cell.keys) - {"paired"} <= get_method(cell.method).uses - by_the_process
         left_out = get_method(cell.method).uses - by_the_process - set(cell.keys)
-        assert left_out <= unset | {"preset", "sites", "log", "trust"}
+        assert left_out <= unset | {"preset", "sites", "log", "trust", "noise_kind"}
         assert cell.keys["paired"] is True
     assert [cell.explained for _, cell in own.settings] == [10] * 3
 

@@ -1,6 +1,6 @@
 """What leaves a client depends on its releases only.
 
-The two functions that add noise are replaced by ones that look at nothing but their key. Then all
+The functions that add noise are replaced by ones that look at nothing but their key. Then all
 that a run writes (replies, traces, states, ledgers, results) must be the same to the bit, whatever
 the private images and labels are and whoever is drawn: what differs has come past a release.
 """
@@ -19,6 +19,7 @@ import torch
 
 import tainted
 import xcal
+import xcal.dp.distributed
 import xcal.dp.mechanism
 import xcal.methods.client_data
 from method_cases import BASE, CASES
@@ -47,6 +48,12 @@ def released_from_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def scalar(value: float, scale: float, noise: Any, key: NoiseKey) -> float:
         return scale * float(from_key(key, 1)[0])
 
+    def whole(value: Any, part: Any, grid: Any, noise: Any, key: NoiseKey) -> Any:
+        return (from_key(key, part.size) * grid.scale).round().double().numpy() / grid.fineness(
+            part
+        )
+
+    monkeypatch.setattr(xcal.dp.distributed, "release_whole", whole)
     monkeypatch.setattr(xcal.dp.mechanism, "release_tensors", tensors)
     monkeypatch.setattr(xcal.dp.mechanism, "release_scalar", scalar)
     monkeypatch.setattr(folders.secrets, "token_hex", lambda size: "0" * size)

@@ -12,6 +12,7 @@ from xcal.cli.show import make_table, plain_console
 
 if TYPE_CHECKING:
     from xcal.dp.ledger.analysis import Analysis
+    from xcal.dp.ledger.rows import RunTerms
 
 # Commands import what they need themselves: the accountant's library takes seconds to load.
 
@@ -110,7 +111,7 @@ def show_command(
                 (
                     run.run,
                     run.method,
-                    run.accountant if run.honest is None else f"masked, {run.honest} honest",
+                    _accountant(run),
                     f"{run.epsilon:g}",
                     f"{run.delta:g}",
                     f"{paid['epsilon_spent']:.4g}",
@@ -273,6 +274,12 @@ def analyse_command(
                 console.print(f"  {line}")
     console.print(f"Shares: {HOW_SHARED}.")
     console.print("What is left can be spent only through the same filter at the same order.")
+
+
+def _accountant(run: RunTerms) -> str:
+    if run.honest is not None:
+        return f"masked, {run.honest} honest"
+    return f"{run.accountant}, discrete" if run.whole_orders else run.accountant
 
 
 def _analysis_lines(one: Analysis) -> list[str]:

@@ -1,10 +1,10 @@
-"""Noise that several sites share: whole numbers on a public grid, discrete Gaussian, modulo 2^k.
+"""Noise in whole numbers on a public grid, discrete Gaussian: shared by sites, or of one by itself.
 
 Sites whose contributions can be seen only as a sum need only a share of the noise each: of n sites
-that sum, at least `honest` add theirs and keep it to themselves. Sums are rounded to the grid
-*before* the noise, with what rounding may add counted in the sensitivity, and from there on all is
-whole numbers: no floating point between what is charged and what is released
-(docs/guarantee.md §10).
+that sum, at least `honest` add theirs and keep it to themselves. A site that adds all of it is a
+sum of one. Sums are rounded to the grid *before* the noise, with what rounding may add counted in
+the sensitivity, and from there on all is whole numbers: no floating point between what is charged
+and what is released (docs/guarantee.md §10).
 """
 
 from __future__ import annotations
@@ -69,12 +69,16 @@ class DistributedGrid:
             raise ValueError(f"of {self.sites} sites {self.honest} cannot be the honest ones")
         if not all(p.size > 0 and p.sensitivity > 0 and p.multiplier > 0 for p in self.parts):
             raise ValueError("every part has coordinates, a sensitivity and a multiplier")
-        largest = max(self.units * p.sensitivity * self.fineness(p) for p in self.parts)
-        if self._wanted_scale > LARGEST_SCALE or largest > LARGEST_SUM or self.width > BYTES:
+        if (
+            self._wanted_scale > LARGEST_SCALE  # first: the others follow from the scale
+            or max(self.units * p.sensitivity * self.fineness(p) for p in self.parts) > LARGEST_SUM
+            or self.width > BYTES
+        ):
             raise UserError(
                 f"Sums of {self.units} units at {self.sites} sites in {self.size} coordinates do"
                 " not fit into whole numbers on a fine enough grid: train fewer parameters, or use"
-                " trust = 'site'."
+                f" {'trust' if self.sites > 1 else 'noise_kind'} ="
+                f" '{'site' if self.sites > 1 else 'gaussian'}'."
             )
 
     @property
@@ -128,19 +132,20 @@ class DistributedGrid:
 
     def round(self, values: Mapping[str, Tensor | float]) -> NDArray[np.int64]:
         """The parts' values as whole numbers, one after the other: the nearest on the grid."""
-        pieces = []
-        for part in self.parts:
-            value = values[part.name]
-            if not isinstance(value, Tensor):
-                value = torch.tensor([value], dtype=torch.float64)
-            flat = value.detach().reshape(-1).to("cpu", torch.float64)
-            if len(flat) != part.size or not bool(torch.isfinite(flat).all()):
-                raise ValueError(f"{part.name} is not {part.size} finite numbers")
-            # No sum of units lies beyond; where floats say so, cutting it parts nobody further.
-            most = math.ceil(self.units * part.sensitivity * self.fineness(part))
-            whole = flat.mul(self.fineness(part)).round_().clamp_(-most, most)
-            pieces.append(whole.to(torch.int64).numpy())
-        return np.concatenate(pieces)
+        return np.concatenate([self.whole(p, values[p.name]) for p in self.parts])
+
+    def whole(self, part: Part, value: Tensor | float) -> NDArray[np.int64]:
+        """One part of them."""
+        if not isinstance(value, Tensor):
+            value = torch.tensor([value], dtype=torch.float64)
+        flat = value.detach().reshape(-1).to("cpu", torch.float64)
+        if len(flat) != part.size or not bool(torch.isfinite(flat).all()):
+            raise ValueError(f"{part.name} is not {part.size} finite numbers")
+        # No sum of units lies beyond; where floats say so, cutting it parts nobody further.
+        most = math.ceil(self.units * part.sensitivity * self.fineness(part))
+        whole = flat.mul(self.fineness(part)).round_().clamp_(-most, most)
+        found: NDArray[np.int64] = whole.to(torch.int64).numpy()
+        return found
 
     def wrap(self, numbers: NDArray[np.int64]) -> Words:
         """Modulo 2^k."""
@@ -169,15 +174,19 @@ class DistributedGrid:
         }
 
 
+def release_whole(
+    value: Tensor | float, part: Part, grid: DistributedGrid, noise: NoiseSource, key: NoiseKey
+) -> NDArray[np.float64]:
+    """One part, rounded to the grid, plus a site's discrete noise; then in the part's own units."""
+    noisy = grid.whole(part, value) + noise.discrete_normals(key, part.size, grid.scale)
+    return noisy / grid.fineness(part)
+
+
 @dataclass(frozen=True)
-class DistributedMechanism(Mechanism):
-    """A site's part of a sum whose noise is shared: charged for what the honest add together."""
+class GridMechanism(Mechanism):
+    """Poisson-subsampled discrete Gaussian noise on a public grid."""
 
     grid: DistributedGrid | None = None
-
-    @staticmethod
-    def of(rate: float, grid: DistributedGrid) -> DistributedMechanism:
-        return DistributedMechanism(rate, grid.sigma, grid.releases, grid=grid)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,6 +198,75 @@ class DistributedMechanism(Mechanism):
         if order != int(order):
             raise ValueError(f"the discrete Gaussian's cost is proved at whole orders, not {order}")
         return super().cost(order)
+
+
+@dataclass(frozen=True)
+class DiscreteMechanism(GridMechanism):
+    """All the noise is one site's: it releases by itself, in whole numbers."""
+
+    @staticmethod
+    def of(rate: float, sigma: float, parts: tuple[Part, ...], units: int) -> DiscreteMechanism:
+        """`sigma`: the multiplier of all parts together, to the last bit as it was planned."""
+        grid = DistributedGrid(parts, sites=1, honest=1, units=units)
+        return DiscreteMechanism(rate, sigma, grid.releases, grid=grid)
+
+    def _charged(self, noise: NoiseSource, key: Callable[[str], NoiseKey]) -> ChargedWhole:
+        return ChargedWhole(self, noise, key)
+
+
+class ChargedWhole(ChargedStep):
+    """What one charge allows: each release in whole numbers, with the noise that was charged."""
+
+    mechanism: DiscreteMechanism
+
+    def _part(self, name: str, sensitivity: float | None) -> Part:
+        grid = self.mechanism.grid
+        assert grid is not None
+        self._take(name, None, None)
+        part = next(p for p in grid.parts if p.name == name)
+        # What is recorded has room for rounding: that is not the step's to use.
+        if sensitivity is not None and not sensitivity <= part.sensitivity:
+            raise UnchargedRelease(
+                f"A step was charged for {name!r} at a sensitivity of {part.sensitivity:g}, and"
+                f" one unit may move it by {sensitivity:g}."
+            )
+        return part
+
+    def release_scalar(self, name: str, value: float) -> float:
+        part, grid = self._part(name, None), self.mechanism.grid
+        assert grid is not None
+        return float(release_whole(value, part, grid, self._noise, self._key(name))[0])
+
+    def release_tensors(
+        self,
+        name: str,
+        sums: dict[str, Tensor],
+        *,
+        sensitivity: float,
+        noise: float | None = None,
+    ) -> ReleasedTensors:
+        if noise is not None:
+            raise UnchargedRelease(f"Discrete noise on {name!r} is that of the charge, not more.")
+        part, grid = self._part(name, sensitivity), self.mechanism.grid
+        assert grid is not None
+        flat = torch.cat([value.detach().reshape(-1) for value in sums.values()])
+        noisy = torch.from_numpy(release_whole(flat, part, grid, self._noise, self._key(name)))
+        pieces = torch.split(noisy, [value.numel() for value in sums.values()])
+        return ReleasedTensors(
+            {
+                key: piece.view_as(value).to(value)
+                for (key, value), piece in zip(sums.items(), pieces, strict=True)
+            }
+        )
+
+
+@dataclass(frozen=True)
+class DistributedMechanism(GridMechanism):
+    """A site's part of a sum whose noise is shared: charged for what the honest add together."""
+
+    @staticmethod
+    def of(rate: float, grid: DistributedGrid) -> DistributedMechanism:
+        return DistributedMechanism(rate, grid.sigma, grid.releases, grid=grid)
 
     def charge(
         self,

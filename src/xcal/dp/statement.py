@@ -43,6 +43,12 @@ ASSUMPTIONS = (
     "floating point behaves as the reals up to the stated margins: clipping to C/(1 + 10⁻³) in"
     " single precision, releases rounded to a public grid",
 )
+# In place of the last of them where noise is discrete.
+EXACT = (
+    "clipped sums, up to where they are rounded to whole numbers, are those of the reals up to the"
+    " stated margin: clipping to C/(1 + 10⁻³) in single precision; from there on all is exact, and"
+    " what rounding adds is charged"
+)
 
 
 # Who vouches for what where code of the user's own takes part, by the experiment's key.
@@ -91,6 +97,7 @@ class Situation:
     groups_declared: bool = False  # by hand: no two images show one person
     sites: int = 0  # that share their noise under masks, and
     honest: int | None = None  # how many of them that counts on; None: every site's is its own
+    discrete: bool = False  # whether noise is in whole numbers, on sums rounded before it
 
 
 MASKED_SEES = (
@@ -436,6 +443,13 @@ def make_statement(situation: Situation) -> dict[str, Any]:
     found = _client_statement(situation, bool(situation.plans))
     if situation.server_plan is not None:
         return {**found, **_central_terms(situation, situation.server_plan)}
+    if situation.plans and situation.discrete:
+        found |= {
+            "noise": f"{situation.noise}, discrete Gaussian in whole numbers",
+            "accounting": f"{found['accounting']}, at a whole order, where the discrete Gaussian's"
+            " is the same",
+            "assumptions": [EXACT if a == ASSUMPTIONS[-1] else a for a in found["assumptions"]],
+        }
     if situation.honest is None:
         return found
     return {
@@ -444,10 +458,7 @@ def make_statement(situation: Situation) -> dict[str, Any]:
         "sites": situation.sites,
         "honest": situation.honest,
         "sampling": f"{found['sampling']}; one step a round",
-        "noise": f"{situation.noise}, discrete Gaussian in whole numbers, shared by sites under"
-        " masks",
-        "accounting": f"{found['accounting']}, at a whole order, where the discrete Gaussian's is"
-        " the same",
+        "noise": f"{found['noise']}, shared by sites under masks",
         "server_sees": MASKED_SEES,
         "assumptions": [*found["assumptions"], *_masked_assumptions(situation)],
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,8 +28,8 @@ from xcal.federation.exchange import (
 from xcal.federation.files import read_json, write_json
 from xcal.federation.masks import Announcement, Attempt, Masked, MaskKeys, Roster, masked_sum
 from xcal.federation.messages import Introduction, Refusal
-from xcal.methods.base import LocalMethod, Method
-from xcal.methods.registry import METHODS, method_of
+from xcal.methods.base import Method
+from xcal.methods.registry import SUMMING, check_discrete, method_of, sums_once
 
 if TYPE_CHECKING:
     from xcal.federation.coordinator import Answer, Remote, Transport
@@ -38,7 +38,8 @@ ATTEMPT, INTRODUCED = "attempt.json", "masks.json"
 
 
 def check_masked(experiment: Experiment, method: Method) -> None:
-    """Refuse, in one sentence, what masked sums cannot carry; nothing where trust is the site's."""
+    """Refuse, in one sentence, what masked sums or discrete noise of a site's own cannot carry."""
+    check_discrete(experiment, method)
     if experiment.trust != "masked":
         if experiment.honest is not None:
             raise UserError(
@@ -46,12 +47,13 @@ def check_masked(experiment: Experiment, method: Method) -> None:
                 " leave it out, or set trust = 'masked'."
             )
         return
-    if not sums(method):
-        known = ", ".join(name for name, m in METHODS.items() if sums(m))
+    if not sums_once(method):
         raise UserError(
             f"trust = 'masked' adds up one sum a round, and {experiment.method} releases something"
-            f" else: choose {known}, or trust = 'site'."
+            f" else: choose {SUMMING}, or trust = 'site'."
         )
+    if experiment.noise_kind == "discrete":
+        raise UserError("Noise that sites share is discrete as it is: leave noise_kind out.")
     clients, honest = experiment.clients, experiment.honest_sites
     if clients < 3 or not clients / 2 < honest < clients:
         raise UserError(
@@ -75,11 +77,6 @@ def check_masked(experiment: Experiment, method: Method) -> None:
                 f"trust = 'masked' makes one plain step a round of all clients' sum, which"
                 f" {key} = {getattr(experiment, key)!r} is not: leave {key} out."
             )
-
-
-def sums(method: Method) -> TypeGuard[LocalMethod]:
-    """Whether its step is one sum that sites may share the noise of."""
-    return bool(getattr(method, "sums_under_masks", False))
 
 
 def under_masks(experiment: Experiment, roster: Roster) -> Experiment:
@@ -173,7 +170,7 @@ class MaskedRounds:
     ) -> tuple[Weights, float]:
         """Plain SGD on the sum over the expected batches of those who gave a part; the next C."""
         experiment, method = self._experiment, method_of(self._experiment)
-        assert sums(method)
+        assert sums_once(method)
         load_weights(self._model, weights)
         shared = method.shared_sum(experiment, self._model, self._sigma, clip)
         expected = len(attempt.sites) * experiment.expected_batch_size

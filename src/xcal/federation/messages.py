@@ -59,7 +59,9 @@ class Edition:
 # The minor versions that are spoken here, as server and as site. A key that is added or gets
 # another default makes a new minor version, and the old one's entry says what it lacks.
 EDITIONS: dict[str, Edition] = {
-    "0.1": Edition({"pool_views": "none"}, unknown=frozenset({"cover", "steering", "whiten"})),
+    "0.1": Edition(
+        {"pool_views": "none"}, unknown=frozenset({"cover", "noise_kind", "steering", "whiten"})
+    ),
     "0.2": Edition(),
 }
 QUESTIONS = ("request", "final", "keys", "statistics")
@@ -180,7 +182,8 @@ _NOTHING = object()
 
 def public_keys(experiment: Experiment) -> dict[str, Any]:
     """The part of an experiment that a request carries."""
-    return {k: v for k, v in experiment.resolved().items() if travels(type(experiment), k)}
+    values = experiment.model_dump(mode="json")
+    return {k: v for k, v in values.items() if travels(type(experiment), k)}
 
 
 def frozen_digest(model: torch.nn.Module) -> str:

@@ -149,6 +149,7 @@ def write_preamble(
             groups_declared=parts is not None and federation.data.groups_declared,
             sites=experiment.clients,
             honest=experiment.honest_sites if experiment.trust == "masked" else None,
+            discrete=experiment.discrete,
         )
     )
     write_json(folder.path / "statement.json", statement)

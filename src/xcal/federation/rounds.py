@@ -70,6 +70,7 @@ def run_terms(
     masked = experiment is not None and experiment.trust == "masked"
     return RunTerms(
         honest=experiment.honest_sites if masked and experiment is not None else None,
+        noise_kind="gaussian" if masked or experiment is None else experiment.noise_kind,
         noise=noise,
         run=run,
         method=method.name,
@@ -241,6 +242,7 @@ def _train(
         loss=site.loss,
         half=half_of(experiment),
         sharing=sharing,
+        discrete=experiment.noise_kind == "discrete",
     )
     model.train()
     halted = account is not None and account.halted_before(request.round)

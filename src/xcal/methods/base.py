@@ -17,8 +17,8 @@ from xcal.methods.shared_sum import SharedSum, gradient_sum
 if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
 
-# What only sums under masks use.
-MASKED_KEYS = frozenset({"trust", "honest"})
+# What only methods use whose step is one sum at a multiplier known beforehand.
+MASKED_KEYS = frozenset({"trust", "honest", "noise_kind"})
 # What only a guarantee uses.
 PRIVATE_KEYS = MASKED_KEYS | {"epsilon", "delta", "accountant", "max_grad_norm", "sites"}
 # Keys that every method uses.
@@ -81,7 +81,8 @@ class LocalMethod:
     """The common keys and the method's own, each with type, default and help."""
     ignores: frozenset[str] = frozenset()
     sums_under_masks = False
-    """Whether its step is one sum that sites may share the noise of (`trust = "masked"`)."""
+    """Whether its step is one sum at a multiplier known beforehand: then sites may share its noise
+    (`trust = "masked"`), and it may be discrete (`noise_kind`)."""
 
     @property
     def uses(self) -> frozenset[str]:

@@ -20,7 +20,13 @@ from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.losses import Loss
 from xcal.dp.clipping.named import named_buffers, named_parameters, trainable
 from xcal.dp.clipping.precision import double, exact_device
-from xcal.dp.distributed import ChargedShare, DistributedGrid, DistributedMechanism, Part
+from xcal.dp.distributed import (
+    ChargedShare,
+    DiscreteMechanism,
+    DistributedGrid,
+    DistributedMechanism,
+    Part,
+)
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
@@ -187,6 +193,7 @@ class StepContext:
     loss: Loss | None = None  # one number per image; None: cross-entropy
     half: torch.dtype | None = None  # what products of passes without clipping are rounded to
     sharing: Sharing | None = None  # where only a masked sum leaves, and sites share its noise
+    discrete: bool = False  # whether its own noise is discrete, on sums rounded before it
 
     @cached_property
     def frozen(self) -> str:
@@ -225,7 +232,7 @@ class StepContext:
             raise UnchargedRelease("A step would be charged, and its run has no account.")
         if self.sharing is not None:
             raise UnchargedRelease("A step would release by itself what sites release together.")
-        mechanism = Mechanism(self.rate, sigma, releases, priced)
+        mechanism = self._mechanism(releases, sigma, priced)
         charged = mechanism.charge(
             self.account,
             self.round,
@@ -236,6 +243,23 @@ class StepContext:
         )
         self.charges.append(step)
         return charged
+
+    def _mechanism(
+        self, releases: tuple[Release, ...], sigma: float, priced: CostTable | None
+    ) -> Mechanism:
+        if not self.discrete:
+            return Mechanism(self.rate, sigma, releases, priced)
+        trained = sum(p.numel() for p in trainable(self.model).values())
+        parts = tuple(  # beside the gradient there are numbers only
+            Part(
+                r.name,
+                trained if r.name == "gradient" else 1,
+                r.sensitivity,
+                r.noise / r.sensitivity,
+            )
+            for r in releases
+        )
+        return DiscreteMechanism.of(self.rate, sigma, parts, self.data.units)
 
     def charge_share(
         self, step: int, grid: DistributedGrid, *, settings: tuple[object, ...]

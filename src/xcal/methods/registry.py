@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeGuard
 
 from xcal.config import Experiment, nearest
 from xcal.dp.accounting import budget_at
@@ -13,7 +14,7 @@ from xcal.methods.adap_dpfl import ADAP_DPFL
 from xcal.methods.adaptive_clip import ADAPTIVE_CLIP
 from xcal.methods.agp import AGP
 from xcal.methods.agp_dp import AGP_DP
-from xcal.methods.base import CentralMethod, Method
+from xcal.methods.base import CentralMethod, LocalMethod, Method
 from xcal.methods.dp_fedavg import DP_FEDAVG
 from xcal.methods.fl import CENTRALIZED, FL
 from xcal.methods.fl_dp import FL_DP
@@ -39,6 +40,24 @@ METHODS: dict[str, Method] = {
         DP_FEDAVG,
     )
 }
+
+
+def sums_once(method: Method) -> TypeGuard[LocalMethod]:
+    """Whether its step is one sum at a multiplier known beforehand, which discrete noise needs."""
+    return bool(getattr(method, "sums_under_masks", False))
+
+
+SUMMING = ", ".join(name for name, method in METHODS.items() if sums_once(method))
+
+
+def check_discrete(experiment: Experiment, method: Method) -> None:
+    """Refuse, in one sentence, discrete noise in a method that cannot use it."""
+    if experiment.noise_kind == "discrete" and not sums_once(method):
+        raise UserError(
+            f"noise_kind = 'discrete' needs a multiplier that is fixed beforehand, and"
+            f" {experiment.method} as it is set here is not of that kind: choose {SUMMING}, or"
+            " noise_kind = 'gaussian'."
+        )
 
 
 def get_method(name: str) -> Method:
@@ -78,6 +97,7 @@ def checked_plan(
 
     Its budget must be what (ε, δ) buy, and its sizes those that are drawn from.
     """
+    check_discrete(experiment, method)
     plan = method.plan(experiment, units, own_rounds)
     if method.private != (plan is not None):
         raise UserError(
@@ -108,6 +128,7 @@ def checked_plan(
 
 def checked_server_plan(method: CentralMethod, experiment: Experiment, participants: int) -> Plan:
     """A trusted server's plan, held to what was asked for."""
+    check_discrete(experiment, method)
     plan = method.server_plan(experiment, participants)
     asked = (experiment.epsilon, experiment.delta, "client", participants)
     if (plan.epsilon, plan.delta, plan.unit, plan.units) != asked or not _keeps_its_promise(plan):

@@ -32,7 +32,7 @@ def gradient_sum(model: nn.Module, sigma: float, bound: Bound, *others: Part) ->
 
 
 def plan_constant(experiment: Experiment, shape: PlanShape, method: str) -> Plan:
-    """The plan of a method whose multiplier never moves; shared noise needs a whole order."""
-    if experiment.trust == "masked":
+    """The plan of a method whose multiplier never moves; discrete noise needs a whole order."""
+    if experiment.discrete:
         return plan_static(shape, method, whole_orders=True)
     return plan_fixed(shape, method, experiment.accountant)

@@ -109,17 +109,17 @@ def _total(rate: float, sigmas: Sequence[float], order: float) -> float:
 @lru_cache(maxsize=64)
 def _static(run: RunTerms, rate: float, made: int, pld: bool) -> StaticPlan:
     assert run.epsilon is not None and run.delta is not None and run.order is not None
-    masked = run.honest is not None  # noise in whole numbers
+    whole = run.whole_orders  # noise in whole numbers
     sigma = run.sigma
     if sigma is None:
-        found = calibrate(run.epsilon, run.delta, rate, run.steps, whole_orders=masked)
+        found = calibrate(run.epsilon, run.delta, rate, run.steps, whole_orders=whole)
         sigma = found.sigma
     return StaticPlan(
         sigma,
         step_cost(rate, sigma, run.order),
         made,
-        epsilon_rdp(rate, sigma, made, run.delta, whole_orders=masked),
-        epsilon_pld(rate, sigma, made, run.delta) if pld and not masked else None,
+        epsilon_rdp(rate, sigma, made, run.delta, whole_orders=whole),
+        epsilon_pld(rate, sigma, made, run.delta) if pld and not whole else None,
     )
 
 

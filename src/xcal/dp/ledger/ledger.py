@@ -307,6 +307,8 @@ class Ledger:
             body = asdict(run)
             if run.honest is None:  # as rows were before there were masks
                 del body["honest"]
+            if run.noise_kind == "gaussian":
+                del body["noise_kind"]
             self._append("run", body)
             self._runs[run.run] = run
 
@@ -333,11 +335,12 @@ class Ledger:
                 f"carries a limit, and the method {run.method!r} has no guarantee:"
                 " choose a method with one, or run without this site.",
             )
-        if run.honest is not None and self.terms.order is not None and self.terms.order % 1:
+        if run.whole_orders and self.terms.order is not None and self.terms.order % 1:
+            instead = "noise_kind = 'gaussian'" if run.honest is None else "trust = 'site'"
             raise refuse(
                 self.path,
-                f"sums costs at order {self.terms.order:g}, and those of shared noise are proved at"
-                " whole orders: choose trust = 'site'.",
+                f"sums costs at order {self.terms.order:g}, and those of discrete noise are proved"
+                f" at whole orders: choose {instead}.",
             )
         if run.epsilon is not None and not covers(self.terms.unit, run.unit):
             raise refuse(

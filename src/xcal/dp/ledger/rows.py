@@ -24,6 +24,7 @@ GENESIS = "0" * 64
 UNITS = ("record", "group", "client")
 RULES = ("sum", "renyi")
 ACCOUNTANTS = ("renyi", "pld")
+NOISE_KINDS = ("gaussian", "discrete")
 UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError)
 """What reading a damaged database and its JSON can raise."""
 
@@ -90,6 +91,12 @@ class RunTerms:
     rate: float | None = None
     sigma: float | None = None
     honest: int | None = None  # sites that share its noise under masks; None: all of it is its own
+    noise_kind: str = "gaussian"  # of its own noise; shared noise is discrete anyway
+
+    @property
+    def whole_orders(self) -> bool:
+        """Whether its costs are proved at whole orders only: noise in whole numbers."""
+        return self.honest is not None or self.noise_kind == "discrete"
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,8 @@ def _says_what_it_should(row: Row) -> bool:
         promise = (run.epsilon, run.delta, run.order, run.budget)
         whole = all(_is_number(v, above=0.0) for v in promise)
         planned = (run.rate, run.sigma)
+        if run.noise_kind not in NOISE_KINDS:
+            return False
         if run.accountant == "pld":
             fixed = _is_number(run.rate, above=0.0, most=1.0) and _is_number(run.sigma, above=0.0)
             return run.unit in UNITS and whole and fixed and _is_count(run.steps)
@@ -367,8 +376,8 @@ def check_spending(rows: Sequence[Row]) -> Verification:
                 return bad(row, "charges a run whose plan exceeds its promise")
         elif run.budget > budget_at(run.order, run.epsilon, run.delta) * (1 + 1e-9):
             return bad(row, "charges a run whose budget exceeds its promise")
-        if run.honest is not None and (by_count or run.order != int(run.order)):
-            return bad(row, "charges shared noise otherwise than at a whole order")
+        if run.whole_orders and (by_count or run.order != int(run.order)):
+            return bad(row, "charges discrete noise otherwise than at a whole order")
         expected = reference_cost(charge.rate, charge.sigma, run.order)
         if charge.cost < expected * (1 - 1e-9):
             return bad(row, "records less than its step costs")
