@@ -108,6 +108,9 @@ class PrivateSteps:
         self._epoch = 0
         self._shown = Shown()
         self._looked_at: set[str] = set()
+        # The loop's network and optimizer, when they are made.
+        self.in_training: Callable[[], bool] = lambda: True
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def __deepcopy__(self, _: object) -> PrivateSteps:
         return self  # a copy of the network is another network of the same training
@@ -165,6 +168,22 @@ class PrivateSteps:
                     " several draws cannot be accumulated, a larger batch_size draws more at once.",
                 )
 
+    def check_ready(self) -> None:
+        """Before anything more is charged: could network and optimizer take what is drawn?"""
+        if not (self.in_training() and torch.is_grad_enabled()):
+            raise Refused(
+                "no-draw",
+                "The private loader was asked for a batch while the network is in evaluation mode"
+                " or gradients are switched off: every batch is paid for, and would be lost; call"
+                " model.train() first, and measure on a plain loader.",
+            )
+        try:
+            OpenPass(self.module, 1, clip=1.0, units=Units(1))
+        except UserError as error:
+            raise Refused("network", str(error)) from None
+        if self.optimizer is not None:
+            check_parameters(self.module, self.optimizer)
+
     def draw(self) -> list[int] | None:
         """Charge a step, durably, then draw its batch. None: the budget does not cover it."""
         step = self.account.next_step
@@ -186,7 +205,10 @@ class PrivateSteps:
 
     def open(self, batch: Any) -> None:
         """The batch of the oldest draw is handed to the loop."""
-        self._current = self._ahead.popleft()
+        self.begin(self._ahead.popleft(), batch)
+
+    def begin(self, draw: Draw, batch: Any) -> None:
+        self._current = draw
         self._shown.show(batch)
 
     def end_epoch(self) -> None:
