@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, joined
+from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, check_supported, joined
 from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
@@ -178,7 +179,7 @@ class PrivateSteps:
                 " model.train() first, and measure on a plain loader.",
             )
         try:
-            OpenPass(self.module, 1, clip=1.0, units=Units(1))
+            check_supported(self.module)
         except UserError as error:
             raise Refused("network", str(error)) from None
         if self.optimizer is not None:
@@ -337,8 +338,8 @@ class PrivateSteps:
                 )
 
     def look_again(self, what: str, check: Callable[[], None]) -> None:
-        """Make a check at the first step, and whenever twice as many have been taken."""
-        now = f"{what} {self.taken.bit_length()}"
+        """Make a check after 0, 1, 4, 16, 64 ... steps: it costs as much as two of them."""
+        now = f"{what} {(self.taken.bit_length() + 1) // 2}"
         if now not in self._looked_at:
             check()
             self._looked_at.add(now)
@@ -524,8 +525,8 @@ class PrivateSteps:
                     " told from a gradient that was not released.",
                 )
 
-    def guard(self, *_: object) -> None:
-        """Before any step of the optimizer that was handed in."""
+    def guard(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before any step of the optimizer that was handed in, and after all other hooks of it."""
         if not self._stepping:
             raise Refused(
                 "unwrapped-optimizer",
@@ -533,7 +534,8 @@ class PrivateSteps:
                 " returned.",
             )
         assert self._current is not None and self._current.released is not None
-        self._check_unchanged(self._current.released)
+        if len(optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks:
+            self._check_unchanged(self._current.released)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
