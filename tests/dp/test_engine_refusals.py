@@ -39,10 +39,16 @@ def weights(made: Private) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in made.module.parameters()])
 
 
-def first(made: Private) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = next(iter(made.data_loader))
-    assert len(x)
-    return x, y
+def first(made: Private) -> Any:
+    batch = next(iter(made.data_loader))
+    assert len(batch[0])
+    return batch
+
+
+def triples() -> DataLoader[Any]:
+    """Of image, label and number: what a loop does with them is not known before it does it."""
+    numbered = TensorDataset(*data()[:], torch.arange(N))
+    return DataLoader(numbered, batch_size=8, shuffle=True)
 
 
 # In the loop.
@@ -110,8 +116,9 @@ def test_a_loss_averaged_by_hand() -> None:
     [F.cross_entropy, lambda o, t: F.cross_entropy(o, t, reduction="none").mean(0, keepdim=True)],
 )
 def test_a_criterion_that_averages(criterion: Any) -> None:
-    made = private(criterion=criterion)
-    x, y = first(made)
+    refused("reduced-loss", lambda: private(criterion=criterion))
+    made = private(loader=triples(), criterion=criterion)  # only the loop shows it
+    x, y, _ = first(made)
     before = weights(made)
     refused("reduced-loss", lambda: made.criterion(made.module(x), y).backward())
     assert torch.equal(before, weights(made))
@@ -122,8 +129,9 @@ def test_a_criterion_that_mixes_samples() -> None:
         losses = F.cross_entropy(output, target, reduction="none")
         return losses / losses.mean()
 
-    made = private(criterion=standardized)
-    x, y = first(made)
+    refused("criterion", lambda: private(criterion=standardized))
+    made = private(loader=triples(), criterion=standardized)
+    x, y, _ = first(made)
     refused("criterion", lambda: made.criterion(made.module(x), y))
 
 
@@ -141,8 +149,8 @@ def test_the_network_in_training_mode_outside_the_loop() -> None:
 
 def test_the_loop_in_evaluation_mode() -> None:
     made = private()
-    made.module.eval()
     x, y = first(made)
+    made.module.eval()
     refused("no-draw", lambda: made.criterion(made.module(x), y).backward())
     assert all(p.grad is None for p in made.module.parameters())
 
@@ -239,8 +247,8 @@ def test_accumulation_is_refused_before_anything_more_is_charged() -> None:
 
 def test_parameters_that_come_to_the_optimizer_later() -> None:
     made = private()
-    made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     x, y = first(made)
+    made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     made.criterion(made.module(x), y).backward()
     refused("foreign-parameters", made.optimizer.step)
 
@@ -249,8 +257,10 @@ def test_a_network_that_begins_to_use_batch_statistics() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))
     module.eval()
     made = private(module=module)
-    made.module.train()
+    module.eval()
+    made.module.training = True
     x, _ = first(made)
+    made.module.train()
     assert "BatchNorm" in str(refused("network", lambda: made.module(x)))
 
 
@@ -278,8 +288,9 @@ class Remembering(nn.Module):
 
 
 def test_a_network_that_mixes_rows() -> None:
-    made = private(module=Mixing())
-    x, _ = first(made)
+    refused("network", lambda: private(module=Mixing()))
+    made = private(module=Mixing(), loader=triples())
+    x, _, _ = first(made)
     refused("network", lambda: made.module(x))
 
 
@@ -299,14 +310,18 @@ def test_dropout_in_either_form_is_no_mixing() -> None:
 def test_a_network_that_cannot_be_copied() -> None:
     module = network()
     module.kept = module[0].weight * 2
+    refused("network", lambda: private(module=module))
+    module = network()
     made = private(module=module)
     x, _ = first(made)
+    module.kept = module[0].weight * 2
     refused("network", lambda: made.module(x))
 
 
 def test_a_network_that_remembers() -> None:
-    made = private(module=Remembering())
-    x, y = first(made)
+    refused("network", lambda: private(module=Remembering()))
+    made = private(module=Remembering(), loader=triples())
+    x, y, _ = first(made)
     refused("network", lambda: made.criterion(made.module(x), y).backward())
     assert all(p.grad is None for p in made.module.parameters())
 

@@ -25,6 +25,7 @@ from xcal.data.folders import (
     is_blood_cells,
 )
 from xcal.data.image_store import DatasetInfo, SplitCounts
+from xcal.data.images import RECORD_GROUPS
 from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
 from xcal.data.medmnist import medmnist
@@ -295,6 +296,7 @@ def _decode_all(
     bad = list(listing.missing)
     sizes: Counter[tuple[int, int]] = Counter()
     done = 0
+    twins = _Twins()
     number_of = {group: i for i, group in enumerate(sorted({r.group for r in records}))}
     counts: dict[str, SplitCounts] = {}
     with store.fresh_folder(name, pixels) as folder:
@@ -308,6 +310,7 @@ def _decode_all(
                     else:
                         image, size = result
                         out.write(np.ascontiguousarray(image).data)
+                        twins.add(record, image)
                         sizes[size] += 1
                         kept.append(record)
                     done += 1
@@ -321,6 +324,8 @@ def _decode_all(
             raise BadFilesError(bad)
         if counts["train"].images == 0:
             raise UserError("No image is left to train on.")
+        if listing.group_name != RECORD_GROUPS:
+            notes += twins.notes(listing.group_name)
         info = DatasetInfo(
             name=name,
             pixels=pixels,
@@ -342,6 +347,32 @@ def _decode_all(
         )
         store.commit(folder, info)
     return info
+
+
+class _Twins:
+    """Images that are the same, pixel by pixel, and are said to be of different groups."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, Record] = {}
+        self._found: list[tuple[Record, Record]] = []
+
+    def add(self, record: Record, image: NDArray[np.uint8]) -> None:
+        if image.min() == image.max():
+            return  # blank: anybody's
+        print_ = hashlib.blake2b(np.ascontiguousarray(image).data, digest_size=16).digest()
+        first = self._first.setdefault(print_, record)
+        if first.group != record.group:
+            self._found.append((first, record))
+
+    def notes(self, group_name: str) -> list[str]:
+        if not self._found:
+            return []
+        one, other = self._found[0]
+        return [
+            f"Images that are the same stand under different {group_name}s, {len(self._found):,}"
+            f" time{'s' if len(self._found) > 1 else ''} (for instance {one.id} and {other.id}): if"
+            f" that is one {group_name} under two names, no guarantee covers both at once."
+        ]
 
 
 Decoded = tuple[NDArray[np.uint8], tuple[int, int]] | BadFile

@@ -258,15 +258,22 @@ class SameColumnTwice(UserError):
 
 
 def read_table(files: Files, name: str) -> list[dict[str, str]]:
-    """The rows of a CSV by column name, stripped; comma, semicolon and tab are understood."""
+    """The rows of a CSV by column name, stripped; comma, semicolon and tab are understood.
+
+    So is a first line `sep=;`, as Excel writes and reads it, also with another sign.
+    """
     try:
         text = files.read(name).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not text in UTF-8; save it again as CSV in UTF-8.") from error
     except BadFile as error:
         raise UserError(f"{name} {error}.") from error
+    # Excel's word to itself, before the heading: `sep=;`.
+    above = 0
+    if said := re.match(r'"?sep=([,;\t|])"?[,;\t|]*\r?\n', text, re.IGNORECASE):
+        above, text = 1, text[said.end() :]
     head = text.partition("\n")[0]
-    delimiter = max(",;\t", key=head.count)
+    delimiter = said[1] if said else max(",;\t", key=head.count)
     rows = []
     try:
         # A short row's missing cells are empty ones, or its columns would not be seen.
@@ -282,8 +289,9 @@ def read_table(files: Files, name: str) -> list[dict[str, str]]:
             # An unquoted delimiter shifts all cells after it, also the one that names a person.
             if any(cell.strip() for cell in row.get(None) or ()):
                 raise UserError(
-                    f"{name}, line {reader.line_num}: the row has more cells than the heading has"
-                    f" columns ({len(heading)}), so that which cell belongs to which column is not"
+                    f"{name}, line {above + reader.line_num}: the row has more cells than the"
+                    f" heading has columns ({len(heading)}), so that which cell belongs to which"
+                    " column is not"
                     f" known; put text with {delimiter!r} in it between double quotes."
                 )
             rows.append(

@@ -43,14 +43,7 @@ def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         return single(torch.randn(_ROWS, *t.shape[1:], generator=source).to(t))
 
     shown, named = mapped(args, made_up), mapped(dict(kwargs), made_up)
-    try:
-        copy = _still(deepcopy(module))
-    except Exception as error:
-        raise Refused(
-            "network",
-            "The network cannot be copied, so it cannot be told whether it mixes the rows of a"
-            f" batch ({type(error).__name__}): keep tensors with a history out of its attributes.",
-        ) from None
+    copy = _still(copied(module))
 
     def answer(inputs: Any, others: Any, seed: int = 0) -> list[Tensor]:
         devices = [t.device for t in tensors((inputs, others)) if t.is_cuda][:1]
@@ -77,6 +70,18 @@ def check_rows_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         for whole, part in zip(together, alone, strict=True):
             if len(whole) != _ROWS or not _alike(whole[row : row + 1], part):
                 raise _mixes()
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy to try things on; a network of which there is none is refused."""
+    try:
+        return deepcopy(module)
+    except Exception as error:
+        raise Refused(
+            "network",
+            "The network cannot be copied, so it cannot be told whether it mixes the rows of a"
+            f" batch ({type(error).__name__}): keep tensors with a history out of its attributes.",
+        ) from None
 
 
 def _mixes() -> Refused:

@@ -42,6 +42,7 @@ from xcal.dp.noise import NoiseSource, SecureNoise, SeededNoise
 from xcal.dp.pld import epsilon_pld
 from xcal.dp.promise import Promise, promise_text
 from xcal.dp.refusals import Refused
+from xcal.dp.rehearsal import rehearse
 from xcal.dp.sampling import UnitTable
 from xcal.dp.steps import PrivateSteps, Records
 from xcal.dp.wrappers import PrivateCriterion, PrivateModule, PrivateOptimizer
@@ -448,6 +449,9 @@ class PrivacyEngine:
         done: int,
     ) -> Private:
         run = terms.run
+        release = Release("gradient", terms.sigma * terms.clip, terms.clip)
+        mechanism = Mechanism(terms.rate, release.noise / release.sensitivity, (release,))
+        rehearse(module, criterion, terms.reduction, data_loader, run, mechanism)
         if self._path is None:
             self._ledger = MemoryLedger(Terms("in memory", run.unit, None, None, simulated=True))
         else:
@@ -465,11 +469,10 @@ class PrivacyEngine:
         except BaseException:
             self.close()
             raise
-        release = Release("gradient", terms.sigma * terms.clip, terms.clip)
         steps = PrivateSteps(
             module,
             account,
-            Mechanism(terms.rate, release.noise / release.sensitivity, (release,)),
+            mechanism,
             Records(table),
             noise,
             by_group=run.unit == "group",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,6 +100,8 @@ class PrivateLoader(DataLoader[Any]):
         while True:
             steps.check_epoch(epoch)
             steps.check_stepped()
+            if not steps.stopped:
+                steps.check_ready()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -165,7 +167,7 @@ def _check_collate(loader: DataLoader[Any]) -> None:
     ]
 
     def made(of: list[Any], seed: int = 0) -> list[Tensor]:
-        with _drawing(seed):
+        with drawing(seed):
             found = tensors(collate(list(of)))
         return [t for t in found if t.dim() and len(t) == len(of)]
 
@@ -220,11 +222,11 @@ def _whoever_else(
 
 
 @contextmanager
-def _drawing(seed: int) -> Iterator[None]:
+def drawing(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Within, the global generators begin at `seed`; afterwards they are as they were."""
     before = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=list(devices)):
             torch.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed)

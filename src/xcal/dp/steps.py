@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
 from xcal.dp.batch_invariance import check_remembers_nothing, remembered
-from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, joined
+from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, check_supported, joined
 from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
 from xcal.dp.filter import BudgetExhausted
@@ -108,6 +109,9 @@ class PrivateSteps:
         self._epoch = 0
         self._shown = Shown()
         self._looked_at: set[str] = set()
+        # The loop's network and optimizer, when they are made.
+        self.in_training: Callable[[], bool] = lambda: True
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def __deepcopy__(self, _: object) -> PrivateSteps:
         return self  # a copy of the network is another network of the same training
@@ -165,6 +169,22 @@ class PrivateSteps:
                     " several draws cannot be accumulated, a larger batch_size draws more at once.",
                 )
 
+    def check_ready(self) -> None:
+        """Before anything more is charged: could network and optimizer take what is drawn?"""
+        if not (self.in_training() and torch.is_grad_enabled()):
+            raise Refused(
+                "no-draw",
+                "The private loader was asked for a batch while the network is in evaluation mode"
+                " or gradients are switched off: every batch is paid for, and would be lost; call"
+                " model.train() first, and measure on a plain loader.",
+            )
+        try:
+            check_supported(self.module)
+        except UserError as error:
+            raise Refused("network", str(error)) from None
+        if self.optimizer is not None:
+            check_parameters(self.module, self.optimizer)
+
     def draw(self) -> list[int] | None:
         """Charge a step, durably, then draw its batch. None: the budget does not cover it."""
         step = self.account.next_step
@@ -186,7 +206,10 @@ class PrivateSteps:
 
     def open(self, batch: Any) -> None:
         """The batch of the oldest draw is handed to the loop."""
-        self._current = self._ahead.popleft()
+        self.begin(self._ahead.popleft(), batch)
+
+    def begin(self, draw: Draw, batch: Any) -> None:
+        self._current = draw
         self._shown.show(batch)
 
     def end_epoch(self) -> None:
@@ -315,8 +338,8 @@ class PrivateSteps:
                 )
 
     def look_again(self, what: str, check: Callable[[], None]) -> None:
-        """Make a check at the first step, and whenever twice as many have been taken."""
-        now = f"{what} {self.taken.bit_length()}"
+        """Make a check after 0, 1, 4, 16, 64 ... steps: it costs as much as two of them."""
+        now = f"{what} {(self.taken.bit_length() + 1) // 2}"
         if now not in self._looked_at:
             check()
             self._looked_at.add(now)
@@ -502,8 +525,8 @@ class PrivateSteps:
                     " told from a gradient that was not released.",
                 )
 
-    def guard(self, *_: object) -> None:
-        """Before any step of the optimizer that was handed in."""
+    def guard(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before any step of the optimizer that was handed in, and after all other hooks of it."""
         if not self._stepping:
             raise Refused(
                 "unwrapped-optimizer",
@@ -511,7 +534,8 @@ class PrivateSteps:
                 " returned.",
             )
         assert self._current is not None and self._current.released is not None
-        self._check_unchanged(self._current.released)
+        if len(optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks:
+            self._check_unchanged(self._current.released)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:

@@ -36,6 +36,7 @@ class PrivateModule(nn.Module):
         self._module = module
         self._steps = steps
         self.training = module.training
+        steps.in_training = lambda: self.training
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -186,8 +187,8 @@ class PrivateCriterion(nn.Module):
     ) -> None:
         super().__init__()
         self.reduction, self._steps = reduction, steps
-        self._torchs = hasattr(criterion, "reduction")
-        if self._torchs:
+        self.torchs = hasattr(criterion, "reduction")
+        if self.torchs:
             criterion = copy.copy(criterion)
             criterion.reduction = "none"  # type: ignore[attr-defined]
         self.criterion = criterion
@@ -226,7 +227,7 @@ class PrivateCriterion(nn.Module):
 
     def _per_sample(self, *args: Any, **kwargs: Any) -> Any:
         losses = self.criterion(*args, **kwargs)
-        if isinstance(losses, Tensor) and self._torchs and losses.dim() > 1:
+        if isinstance(losses, Tensor) and self.torchs and losses.dim() > 1:
             flat = losses.flatten(1)
             return flat.mean(1) if self.reduction == "mean" else flat.sum(1)
         return losses
@@ -268,6 +269,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         # Not torch's own __init__: groups and state belong to the optimizer inside.
         self.original_optimizer = optimizer
         self._steps = steps
+        steps.optimizer = optimizer
         self._guard = optimizer.register_step_pre_hook(steps.guard)
 
     def __reduce_ex__(self, _: object) -> Any:

@@ -13,7 +13,14 @@ followed by `plain.py`; what has no rule may go one sample at a time (`fallback.
 
 from __future__ import annotations
 
-from xcal.dp.clipping.clipping_engine import ClippedSum, ClippingEngine, MixedRows, OpenPass, joined
+from xcal.dp.clipping.clipping_engine import (
+    ClippedSum,
+    ClippingEngine,
+    MixedRows,
+    OpenPass,
+    check_supported,
+    joined,
+)
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
 
 __all__ = [
@@ -24,5 +31,6 @@ __all__ = [
     "Geometry",
     "MixedRows",
     "OpenPass",
+    "check_supported",
     "joined",
 ]

@@ -435,7 +435,7 @@ class OpenPass:
 
     def check(self) -> None:
         """Refuse a network that cannot be clipped right as it stands."""
-        _refuse_unsupported(self._model, None, dropout=True)
+        check_supported(self._model)
 
     def recording(self) -> TapeRecorder:
         """The context in which the network is called."""
@@ -530,6 +530,11 @@ class OpenPass:
             factors = _factors(limit, norms).masked_fill(dropped.to(norms.device), 0.0)
             gradients = _every_parameter(self._model, self._tape.weighted_sum(factors))
         return ClippedSum(gradients, losses.detach(), None, norms, dropped, self._bound)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse a network that an `OpenPass` could not clip right as it stands."""
+    _refuse_unsupported(model, None, dropout=True)
 
 
 def _not_finite(norms: Tensor, beside: Tensor) -> Tensor:
