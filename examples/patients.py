@@ -1,8 +1,9 @@
 """The guarantee covers all images of a patient: python examples/patients.py [SEED]
 
-Three hospitals with 500 patients each, (5, 1e-4)-DP per patient, static noise. Patients are drawn
-and clipped, not images, and every step takes all of them. The data are synthetic and handed over as
-your own would be: arrays of images and labels, and the patient of every image.
+Three hospitals with 250 patients each, (5, 1e-4)-DP per patient, static noise, on the embedded
+data. Patients are drawn and clipped, not images, and every step takes all of them.
+Test macro F1 for seeds 0, 1, 2: 0.69, 0.74, 0.59; 0.72 and 0.66 for 3 and 4; 40 s of one core each.
+Patients cost more than images: examples/quick.toml, per image, reaches 0.79 to 0.83.
 """
 
 from __future__ import annotations
@@ -13,38 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import xcal
-from xcal.data.catalog import load
-from xcal.data.images import Images
 
 KEYS: dict[str, Any] = {
     "method": "fl-dp",
+    "data": "smear",
+    "pixels": 32,
     "unit": "group",
     "images_per_unit": 4,
     "clients": 3,
     "rounds": 16,
-    "expected_batch_size": 500,
+    "expected_batch_size": 250,
     "lr": 1.0,
     "average": 0.2,
     "epsilon": 5.0,
     "delta": 1e-4,
-    "road_images": 0,
-    "road_test_images": 0,
+    "road_test_images": 50,
 }
 
 
-def arrays(images: Images) -> tuple[Any, Any]:
-    return images.pixels, images.labels
-
-
-def train(out: Path, seed: int = 0, images: int = 9000, **changes: Any) -> dict[str, Any]:
-    cells = load("smear", pixels=32, train=images)  # six images a patient
-    return xcal.run(
-        out,
-        data=(arrays(cells.train), arrays(cells.validation), arrays(cells.test)),
-        groups=cells.train.groups,
-        classes=cells.classes,
-        **{**KEYS, "seed": seed, **changes},
-    )
+def train(out: Path, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    return xcal.run(out, **{**KEYS, "seed": seed, **changes})
 
 
 if __name__ == "__main__":
