@@ -25,12 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
+
+def _title(notebook: Path) -> str:
+    """The heading of its first cell."""
+    first = "".join(json.loads(notebook.read_text())["cells"][0]["source"])
+    return first.splitlines()[0].removeprefix("# ")
+
+
 # Four parts: learn, do, look up, understand. Every page stands in one of them.
 NAV: dict[str, dict[str, str]] = {
     "Tutorials": {
         "First steps": "index.md",
         "Your own training loop": "library.md",
-        **{f"Notebook {p.stem[0]}": f"notebook-{p.stem}.md" for p in NOTEBOOKS},
+        **{_title(path): f"notebook-{path.stem}.md" for path in NOTEBOOKS},
     },
     "How-to": {
         "Import images": "data.md",

@@ -1,4 +1,4 @@
-"""Every example file is accepted and trains; the README's commands do what it says."""
+"""Every example is accepted and trains; the README's commands do what it says."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from xcal.federation.outcome import unused_keys
 from xcal.methods.registry import get_method, plan_for
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+SCRIPTS = [ROOT / "examples" / f"{name}.py" for name in ("patients", "label_shift")]
 PAPER = sorted((ROOT / "examples" / "paper").glob("*.toml"))
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 3
+    assert [path.name for path in EXAMPLES] == ["quick.toml"]
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert all(f"({path.name})" in listed for path in [*EXAMPLES, *SCRIPTS])
 
 
 @pytest.mark.slow
@@ -42,6 +45,17 @@ def test_an_example_trains(path: Path, tmp_path: Path) -> None:
     keys.pop("participants", None)
     result = xcal.run(tmp_path / "run", **keys)
     assert result["method"] == keys["method"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
+def test_a_script_trains(path: Path, tmp_path: Path) -> None:
+    """Two rounds with the script's own keys; it says what it reached for three seeds."""
+    made = runpy.run_path(str(path))
+    assert re.search(r"seeds 0, 1, 2: (0\.\d\d(, |;)){3}", " ".join(made["__doc__"].split()))
+    result = made["train"](tmp_path / "run", rounds=2, threads=1, road_test_images=0)
+    keys = made["KEYS"]
+    assert (result["unit"], result["epsilon_target"]) == (keys["unit"], keys["epsilon"])
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda p: p.stem)

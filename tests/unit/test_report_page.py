@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_names_from_outside_cannot_run(tmp_path: Path, folder: Path) -> None:
     page = without_plotly(page_html(runs_page(gather([evil]), panel_images=0)))
     assert "<img src=x" not in page
     assert "\\u003cimg src=x" in page or "&lt;img src=x" in page
+
+
+def test_runs_of_one_promise_are_told_it_once(page: Page) -> None:
+    first = page.runs[0]
+    runs = (first, replace(first, name="again"), replace(first, name="other", opening=("Nobody.",)))
+    html = page_html(replace(page, runs=runs))
+    assert len(first.opening) == 3
+    assert f"<b>{first.name}, again:</b> " in html and "<b>other:</b> Nobody." in html
+    assert html.count(": the whole statement") == 3
 
 
 def test_what_holds_nothing_is_refused(tmp_path: Path) -> None:

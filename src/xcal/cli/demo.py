@@ -43,6 +43,7 @@ OWN: dict[str, dict[str, Any]] = {
     "fl": {"lr": 0.3},  # without clipping a gradient is larger
     "xcal": {"pool_views": "turns"},  # a cell has no upper side
 }
+MAPS = "gradcam"  # one kind for all, so that the pictures compare; no search, which takes longer
 REPORT = "report.html"
 PANEL = "panel.png"
 MADE = (*METHODS, REPORT, PANEL)
@@ -107,10 +108,11 @@ def methods_part(console: Console, out: Path) -> list[str]:
     runs = [out / method for method in METHODS]
     console.print("Drawing the saliency maps of every model, and the report …")
     if plotting.available():
-        save_panel(out / PANEL, [run for run in runs if results[run.name]["road"] is not None], 3)
+        explained = [run for run in runs if results[run.name]["road"] is not None]
+        save_panel(out / PANEL, explained, 3, MAPS)
     else:
         console.print(plotting.NEEDED, soft_wrap=True, markup=False)
-    save_report(out / REPORT, runs, panel_images=2)
+    save_report(out / REPORT, runs, panel_images=2, maps=MAPS)
     return _findings(results)
 
 

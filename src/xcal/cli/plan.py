@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xcal.dp.calibration import Plan
 
 EXPLAINED = {
-    "accountant": "pld: fixed beforehand, by privacy-loss distributions; renyi: the filter",
+    "accountant": "pld: privacy-loss distributions, noise fixed in advance; renyi: the filter",
     "units": "declared number of units n at one client",
     "batch": "expected batch size B",
     "rounds": "rounds the client takes part in",
@@ -27,12 +27,12 @@ EXPLAINED = {
     "order": "the fixed Rényi order of filter and odometer",
     "budget": "R: what may be spent, or all steps cost, at that order",
     "sigma_static": "constant multiplier that exactly spends the target",
-    "sigma_pld": "the same by PLD: what noise fixed beforehand needs",
-    "sigma_renyi": "the same by the Rényi filter: what noise chosen on the way needs",
-    "adaptive_price": "σ_renyi/σ_pld − 1: what choosing on the way costs by accounting alone",
-    "sigma_ref": "multiplier of a usual step",
-    "sigma_min": "lowest (a step that is explained best)",
-    "sigma_max": "highest (a step that is explained worst)",
+    "sigma_pld": "the same by PLD, for noise fixed in advance",
+    "sigma_renyi": "the same by the Rényi filter, for noise chosen during training",
+    "adaptive_price": "σ_renyi/σ_pld − 1: what accounting for such a choice costs",
+    "sigma_ref": "multiplier of a typical step",
+    "sigma_min": "lowest (the step with the best explanations)",
+    "sigma_max": "highest (the step with the worst)",
     "sigma_signal": "deviation of the noise on the signal",
     "sigma_count": "deviation of the noise on the count of units within C",
     "signal_price": "σ_ref/σ_static − 1: what signal and count cost",
@@ -131,24 +131,28 @@ def show_reached(console: Console, noise: float) -> None:
         key = (row["network"], f"{float(row['epsilon']):g}, {row['unit']}", noisy, row["units"])
         cell = f"{float(row['macro_f1']):.2f} ({float(row['auroc']):.2f})"
         lines.setdefault(key, {})[row["data"]] = cell
-    title = f"Macro F1 (AUROC) that static noise like this, σ/B = {noise:.2g}, reached here"
+    title = (
+        f"Macro F1 (AUROC) of static noise on public sets; σ/B nearest to the plan's {noise:.2g}"
+    )
     heads = ("what trained", ">ε, unit", ">σ/B", ">n", *(f">{name}" for name in sets))
     found = ((*at, *(cells.get(name, "–") for name in sets)) for at, cells in lines.items())
     console.print(make_table(title, heads, found))
     console.print(
-        "Three clients of about n units, 64 pixels, 10 rounds, 1 to 5 seeds: docs/results.md."
+        "Three clients with about n units each, 64 pixels, 10 rounds, 1 to 5 seeds; all settings:"
+        " docs/results.md."
     )
     lost = [row for row in near if float(row["auroc"]) < LEARNT]
     if lost:
         which = "; ".join(f"{row['network']} on {row['data']}" for row in lost)
         console.print(
-            f"Beware: nothing was learnt there by training {which} (AUROC below {LEARNT:g})."
-            " Published weights whose head trains, larger batches, more units or a larger ε help."
+            f"Beware: nothing was learnt (AUROC below {LEARNT:g}) in these cases: {which}."
+            " What helps: a head on pretrained weights (preset good), larger batches, more units, a"
+            " larger ε."
         )
     if noise > 2 * there[-1]:
         console.print(
-            f"Beware: the plan's noise is {noise / there[-1]:.0f} times the largest that was"
-            " tried here: nothing says that it leaves anything to learn."
+            f"Beware: the plan's noise is {noise / there[-1]:.0f} times the largest that was tried"
+            " on these sets: nothing shows that it leaves anything to learn."
         )
     elif noise < there[0] / 2:
-        console.print("The plan's noise is below all that was tried here.")
+        console.print("The plan's noise is below all that was tried on these sets.")

@@ -25,7 +25,7 @@ def report_command(
     ),
     port: int = typer.Option(0, min=0, max=65535, help="With --live: its port; 0 takes any."),
 ) -> None:
-    """Write one self-contained HTML file: a sentence and a figure, then a question a section."""
+    """Write one self-contained HTML file: a sentence, a figure, then one section per question."""
     from xcal.report.report import save_report
 
     if live:

@@ -60,7 +60,7 @@ class Bar:
 
 
 class LiveProgress(Bar):
-    """A bar with an estimate, and one line a round."""
+    """A bar with an estimate, and one line per round."""
 
     def __init__(self, console: Console, title: str = "training") -> None:
         self._console = console

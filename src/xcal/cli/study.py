@@ -27,7 +27,7 @@ AGAIN = "The same command goes on from here."
 
 
 class GridProgress(Bar):
-    """One bar over the whole grid with what is left of its time, and one line a finished cell."""
+    """One bar over the whole grid with what is left of its time, and one line per finished cell."""
 
     def __init__(self, console: Console, title: str, announced: str) -> None:
         self._console = console
