@@ -96,7 +96,7 @@ class LosesItsServer:
     def goes_on(self) -> bool:
         return not self.lost and self.done < 8
 
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         return self.lost
 
     def news(self) -> Iterator[str]:
@@ -117,12 +117,12 @@ def test_a_run_that_gets_further_is_kept_going_however_often_its_server_is_lost(
     def look(*_: Any) -> Iterator[LosesItsServer]:
         yield LosesItsServer()
 
-    def go_on(*_: Any) -> str:
+    def continue_run(*_: Any) -> str:
         LosesItsServer.lost = False
         return "j"
 
     monkeypatch.setattr(runs, "look", look)
-    monkeypatch.setattr(runs, "go_on", go_on)
+    monkeypatch.setattr(runs, "continue_run", continue_run)
     monkeypatch.setattr(runs, "was_stopped", lambda *_: False)
     status(keep_going=True)
     said = capsys.readouterr().out.splitlines()

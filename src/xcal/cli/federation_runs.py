@@ -161,7 +161,7 @@ def _watch(
                         tell(looking.news())
                 finally:  # a server that is lost tells nothing more of what was complete
                     complete = max(complete, looking.rounds)
-                if not keep_going or run is None or not looking.may_go_on():
+                if not keep_going or run is None or not looking.may_continue():
                     tell(looking.last())
                     return
                 if runs.was_stopped(lead, run):
@@ -181,7 +181,7 @@ def _watch(
                 f"The run {run!r} was resumed {runs.RESUBMISSIONS} times without a further complete"
                 " round: look at the server's and the sites' logs before you resume it."
             )
-        job = runs.go_on(lead, run, say)
+        job = runs.continue_run(lead, run, say)
         say(f"Resumed {run!r} after round {rounds} ({tries}, job {job}): it was not worked on.")
 
 
@@ -216,7 +216,7 @@ def fetch_command(
     lead: Path | None = LEAD,
     out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
 ) -> None:
-    """Lead: bring a run's results home."""
+    """Lead: fetch a run's results."""
     from xcal.federation.nvflare import lead_runs as runs
 
     for line in runs.fetch(_lead(lead), run, out):

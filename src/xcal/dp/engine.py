@@ -674,5 +674,5 @@ class PrivacyEngine:
         done = saved["taken"] % terms.per_epoch
         made = engine._start(terms, module, optimizer, criterion, data_loader, table, head, done)
         assert engine._steps is not None
-        engine._steps.take_up(saved["charged"] if head is None else 0, saved["taken"])
+        engine._steps.restore(saved["charged"] if head is None else 0, saved["taken"])
         return engine, made

@@ -130,7 +130,7 @@ class PrivateSteps:
     def clip(self) -> float:
         return self.mechanism.releases[0].sensitivity
 
-    def take_up(self, charged: int, taken: int) -> None:
+    def restore(self, charged: int, taken: int) -> None:
         """Go on where a training was saved; in memory, with its charges paid again."""
         for step in range(self.charged, charged):
             self.mechanism.charge(

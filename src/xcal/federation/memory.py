@@ -226,7 +226,7 @@ class RunMemory:
             self._can_save = False
         return self._can_save
 
-    def take_up(
+    def restore(
         self, method: Method, model: nn.Module, optimizer: Optimizer, tail: StepAverage
     ) -> tuple[Any, list[StepRecord]] | None:
         """Put model, optimizer and average as they were saved; None: begin with the first step.

@@ -207,7 +207,7 @@ def _train(
         site.data.cache_maps(split_at_map(model), feature_cache_mb, rows)
     trace: list[StepRecord] = []
     # The one step of a sum is done whole or not at all.
-    taken_up = None if sharing is not None else memory.take_up(method, model, optimizer, tail)
+    taken_up = None if sharing is not None else memory.restore(method, model, optimizer, tail)
     if taken_up is not None:
         state, trace = taken_up
     first = len(trace) if request.sum is None else request.sum.attempt.number

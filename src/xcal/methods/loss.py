@@ -33,8 +33,8 @@ def loss_of(experiment: Experiment) -> Loss | None:
         )
     if isinstance(found, type) or not callable(found):
         raise OwnCodeError(
-            f"The loss {experiment.loss!r} is no function of (logits, labels) and no torch loss:"
-            f" see {MANUAL}."
+            f"The loss {experiment.loss!r} is neither a function of (logits, labels) nor a"
+            f" torch loss: see {MANUAL}."
         )
     if hasattr(found, "reduction"):
         found = copy.copy(found)

@@ -179,7 +179,7 @@ def was_stopped(lead: Path, run: str) -> bool:
     return (Party.find(lead).folder / "jobs" / run / STOPPED).exists()
 
 
-def go_on(lead: Path, run: str, say: Callable[[str], None]) -> str:
+def continue_run(lead: Path, run: str, say: Callable[[str], None]) -> str:
     """Resume a run as soon as the server answers and enough sites are connected."""
     deadline = time.monotonic() + COME_BACK
     waiting = Waiting(say)
@@ -267,7 +267,7 @@ class Look:
     def goes_on(self) -> bool:
         return self._job is not None and self._job.running and not self._given_up()
 
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether a run that is not worked on any more may get further if it is resumed."""
         if self._job is None or self._run is None or self._job.status == "FINISHED:COMPLETED":
             return False
