@@ -319,7 +319,7 @@ def test_a_loss_by_name_works_on_the_command_line(
         (lambda logits, labels: logits.mean(), "one number per sample"),
         (lambda logits, labels: torch.zeros(len(labels)), "no gradient"),
         (lambda logits: logits, "failed in a trial"),
-        (nn.CrossEntropyLoss, "no torch loss"),
+        (nn.CrossEntropyLoss, "nor a torch loss"),
         (nn.Sequential(nn.Linear(3, 1)), "trains parameters"),
     ],
 )
