@@ -74,3 +74,14 @@ def test_another_backbone_has_other_features(split: Split, tmp_path: Path) -> No
     other = split_backbone(efficientnet_b0(3, norm="frozen", trainable="head", seed=2).eval())
     assert other is not None
     assert not torch.equal(kept(split, tmp_path, PIXELS), kept(other, tmp_path, PIXELS))
+
+
+def test_images_of_another_size_do_not_disturb_what_is_kept(split: Split, tmp_path: Path) -> None:
+    beginning = Split(split.beginning[:1], split.rest)  # its rows are as long as the image is large
+    larger = np.random.default_rng(1).integers(0, 256, (6, 48, 48, 3), dtype=np.uint8)
+    first = kept(beginning, tmp_path, PIXELS)
+    of_larger = kept(beginning, tmp_path, larger)
+    assert torch.equal(kept(beginning, tmp_path, PIXELS), first)
+    kept(beginning, tmp_path, PIXELS[:4] // 2)
+    assert torch.equal(kept(beginning, tmp_path, larger), of_larger)
+    assert torch.equal(kept(beginning, tmp_path, PIXELS), first)

@@ -27,7 +27,7 @@ _DIGEST = 16  # bytes of an image's key
 
 
 class FeatureStore:
-    """Rows of features by the digest of an image; one folder for each backbone."""
+    """Rows of features by the digest of an image; one folder a backbone and length of row."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -50,10 +50,11 @@ class FeatureStore:
 
         What is missing is computed and kept. `like`: the features of one image, for their shape.
         """
-        folder = self._root / f"{backbone[:32]}-{ROWS}"
+        width = like[0].numel()
+        # One backbone makes rows of other lengths of images of other sizes: never in one file.
+        folder = self._root / f"{backbone[:32]}-{ROWS}x{width}"
         folder.mkdir(parents=True, exist_ok=True)
         keys = np.array([_key(image, brightness) for image in images], dtype=f"V{_DIGEST}")
-        width = like[0].numel()
         known = _places(folder, width)
         missing = [i for i, key in enumerate(keys) if key.tobytes() not in known]
         for start in range(0, len(missing), ROWS):
