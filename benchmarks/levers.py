@@ -11,10 +11,10 @@ The head of `preset = "good"` (EfficientNet-B0, stages 4 to 6, maps and squares 
 standardized by the public validation images) is trained by three clients of whole groups, record
 level, δ = 1e-5, 20 rounds of Poisson batches of 1,024, C = 8, released weights averaged (0.2), as
 `fl-dp` does; the multiplier is the package's plan. Arms of one seed share partition, draws and
-noise. The rate (and the variant, where an arm has several) is the best of one grid by macro F1 +
-AUROC on validation images, over the first two seeds; test images are opened for that one only.
-Levers that change no more than the noise or add a small term keep the rate of what they change. A
-finished cell is a line of `benchmarks/results/levers/half.jsonl` and is not computed again. The
+noise. The rate is what validation images chose with all training images (`cells.jsonl`); where a
+lever has variants or rates of its own, the best of them by macro F1 + AUROC on validation images,
+over the first two seeds; test images are opened for that one only. A finished cell is a line of
+`benchmarks/results/levers/half.jsonl` and is not computed again. The
 lines of `cells.jsonl` and `table.md` are of all training images, by an earlier state of this file.
 """
 
@@ -48,6 +48,7 @@ from xcal.data.normalize import to_tensor
 from xcal.dp.accounting import SCORE_SENSITIVITY, joint_factor, multiplier_table, quiet_library
 from xcal.dp.calibration import PlanShape, calibrate, calibrate_fixed, plan_xcal
 from xcal.explain.signal import SignalSettings
+from xcal.methods.feature_store import FeatureStore, StoredRows
 from xcal.methods.xcal_steered import (
     SCHEDULES,
     SteeredParameters,
@@ -210,44 +211,80 @@ class Set:
         return int(self.parts["train"][1].max()) + 1
 
 
-Kind = tuple[str, int, int, tuple[int, ...], bool, float]
-
-
 def load(folder: Path, name: str, arm: Arm) -> Set:
     """Means over the first views, standardized by at most 512 public validation images."""
     looks = arm.closer is not None
-    return _load(folder, (name, arm.views, arm.pixels, arm.stages, looks, arm.lam))
+    parted = (
+        PARTS
+        if looks or arm.keep
+        else {"units": ("train",), "public": ("validation",)}.get(str(arm.signal), ())
+    )
+    return _load(folder, (name, arm.views, arm.pixels, arm.stages, looks, tuple(parted), arm.lam))
 
 
 @lru_cache(maxsize=3)
-def _load(folder: Path, kind: Kind) -> Set:
-    name, views, pixels, stages, looks, lam = kind
+def _load(folder: Path, kind: tuple[Any, ...]) -> Set:
+    name, views, pixels, stages, looks, parted, lam = kind
 
-    def read(part: str, pixels: int) -> tuple[Any, Any, Tensor, NDArray[Any]]:
-        channels = _columns(stages, pixels)
+    def read(key: str, part: str, pixels: int) -> NDArray[Any]:
         with np.load(folder / f"{name}-{part}{_ending(pixels)}.npz") as file:
-            x, w = file["x"][..., channels], file["plain" if views == 1 else "w"][..., channels]
-            return x, torch.from_numpy(w), torch.from_numpy(file["y"]).long(), file["g"]
+            found: NDArray[Any] = file[key]
+        return found[..., _columns(stages, pixels)] if key in ("x", "w", "plain") else found
+
+    def looked(key: str, part: str, pixels: int) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(read(key, part, pixels)))
 
     def standardized(public: Tensor) -> Callable[[Tensor], Tensor]:
         some = np.linspace(0, len(public) - 1, min(len(public), 512)).round().astype(int)
         mean, deviation = constants_of(public[some])
         return lambda x: (x - mean) / deviation
 
-    found = {part: read(part, pixels) for part in PARTS}
-    alike = standardized(torch.from_numpy(found["validation"][0][:, :views].mean(axis=1)))
-    parts, quarters, closer = {}, {}, {}
-    for part, (x, w, y, g) in found.items():
-        parts[part] = (alike(torch.from_numpy(x[:, :views].mean(axis=1))), y, g)
-        quarters[part] = alike(w)
+    x = {part: looked("x", part, pixels)[:, :views].mean(dim=1) for part in PARTS}
+    alike = standardized(x["validation"])
+    parts = {
+        part: (alike(x[part]), looked("y", part, pixels).long(), read("g", part, pixels))
+        for part in PARTS
+    }
+    of = "plain" if views == 1 else "w"
+    quarters = {part: alike(looked(of, part, pixels)) for part in parted}
+    closer = {}
     if looks:
         for part in PARTS:
-            x, w, _, _ = read(part, 2 * PIXELS)
-            closer[part] = torch.cat([w, torch.from_numpy(x[:, :1])], dim=1)
+            w, whole = looked("w", part, 2 * PIXELS), looked("x", part, 2 * PIXELS)[:, :1]
+            closer[part] = torch.cat([w, whole], dim=1)
         alike = standardized(closer["validation"][:, :9].mean(1))
-        closer = {part: alike(x) for part, x in closer.items()}
+        closer = {part: alike(near) for part, near in closer.items()}
     data = Set(parts, quarters, closer)
     return whitened(data, lam) if lam else data
+
+
+def stored(name: str, read: Path, maps: Path) -> Set:
+    """What the package keeps of all images (`XCAL_FEATURES`), whitened where `xcal` whitens.
+
+    `read`: the folder of what a head reads; `maps`: that of the training images' maps.
+    """
+
+    def rows(folder: Path, pixels: NDArray[np.uint8], shape: tuple[int, ...]) -> StoredRows:
+        def missing(_: NDArray[np.int64]) -> Tensor:
+            raise RuntimeError(f"{folder} does not have all images of {name}")
+
+        backbone = folder.name.removesuffix("-32")
+        return FeatureStore(folder.parent).rows(
+            backbone, pixels, 1.0, torch.zeros(1, *shape), missing
+        )
+
+    data, parts, channels = catalog.load(name, pixels=PIXELS, seed=0), {}, 768
+    for part in PARTS:
+        images = getattr(data, part)
+        found = rows(read, np.asarray(images.pixels), (channels,))
+        x = found[torch.arange(len(found))]
+        parts[part] = (x, torch.from_numpy(images.labels).long(), images.groups)
+    kept_maps = rows(maps, np.asarray(data.train.pixels), (channels, 8, 8))
+    quarters = [
+        F.avg_pool2d(kept_maps[some], 4, 2).flatten(2).mT
+        for some in torch.arange(len(kept_maps)).split(256)
+    ]
+    return Set(parts, {"train": torch.cat(quarters)}, {})
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -273,6 +310,7 @@ class Arm:
 
 VIEWS = {"blood-cells": 4, "ham10000": 2, "chest-xray14": 2}  # as many as `--looks`
 CLOSER_FROM = 8
+CLOSER_RATES = (0.5, 1.0)  # twice the numbers to train
 LATE = 10  # the first round whose units have the term of `keep`
 LARGE = ("blood-cells", "ham10000")  # sets whose originals have more than `PIXELS` a side
 WHITENED = 10.0
@@ -288,7 +326,7 @@ class Lever:
 
     variants: tuple[Arm, ...]
     beside: tuple[str, ...] = ("xcal",)
-    own_rate: bool = True  # False: that of the lever beside which it is shown
+    rates: tuple[float, ...] = (1.0,)  # to choose from, times the set's own
 
 
 def levers(name: str, epsilon: float) -> dict[str, Lever]:
@@ -302,21 +340,21 @@ def levers(name: str, epsilon: float) -> dict[str, Lever]:
         "plain": Lever((plain,), ()),
         "views": Lever((Arm(VIEWS[name]),), ("plain",)),
         "xcal": Lever((base,), ("plain",)),
-        renyi: Lever((replace(base, accountant="renyi"),), ("xcal",), False),
+        renyi: Lever((replace(base, accountant="renyi"),)),
     }
     of = {s: replace(base, signal=s) for s in SIGNALS}
     quick = replace(of["public"], tau=0.2, contrast=0.02)
     found |= {
-        "steered by units": Lever((of["units"],), timed, False),
+        "steered by units": Lever((of["units"],), timed),
         "steered by units, shares of what is left": Lever(
             (replace(of["units"], shares="left"),), timed, False
         ),
-        "steered by public images": Lever((of["public"], quick), timed, False),
-        "steered by random numbers": Lever((replace(quick, signal="random"),), timed, False),
-        "noise falling on a line": Lever((of["decay"],), timed, False),
-        "noise rising on a line": Lever((of["rise"],), timed, False),
+        "steered by public images": Lever((of["public"], quick), timed),
+        "steered by random numbers": Lever((replace(quick, signal="random"),), timed),
+        "noise falling on a line": Lever((of["decay"],), timed),
+        "noise rising on a line": Lever((of["rise"],), timed),
         "a start from one release": Lever(
-            tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5))
+            tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5)), rates=(0.4, 1.0)
         ),
         "one release alone": Lever((replace(base, start=1.0),)),
         "keeping the salient": Lever(
@@ -326,13 +364,22 @@ def levers(name: str, epsilon: float) -> dict[str, Lever]:
     }
     if name in LARGE:
         for how in CLOSER:
-            found[f"closer {how}"] = Lever((replace(base, closer=how),))
-            found[f"plain, closer {how}"] = Lever((replace(plain, closer=how),), ("plain",))
+            found[f"closer {how}"] = Lever((replace(base, closer=how),), rates=CLOSER_RATES)
+            found[f"plain, closer {how}"] = Lever(
+                (replace(plain, closer=how),), ("plain",), CLOSER_RATES
+            )
         found["plain, 256 px"] = Lever((replace(plain, pixels=2 * PIXELS),), ("plain",))
     return found
 
 
-RATES = {0.05: (0.003, 0.01, 0.02, 0.05), 0.5: (0.02, 0.05, 0.1, 0.2), 5.0: (0.1, 0.2, 0.5, 1.0)}
+def rate_of(name: str, epsilon: float, arm: Arm) -> float:
+    """What validation images chose for its features with all training images (`cells.jsonl`)."""
+    label = "plain" if arm.views == 1 else "whitened, views" if arm.lam else "views"
+    rows = map(json.loads, (RESULTS / "cells.jsonl").read_text().splitlines())
+    here = (name, epsilon, label)
+    return next(float(c["rate"]) for c in rows if (c["set"], c["epsilon"], c["arm"]) == here)
+
+
 KAPPA = 5.0
 CHOSEN_BY = 2  # seeds
 
@@ -544,6 +591,12 @@ class Trained:
     ratios: tuple[float, ...] = ()  # steered multipliers over the static one
 
 
+@lru_cache(maxsize=2)
+def _spectrum(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(covariance(x))
+    return values, vectors
+
+
 def started(data: Set, shards: Sequence[Any], noises: Sequence[Noise], seed: int) -> Tensor:
     """The head from one release of every client: the sum of all clipped gradients at zero.
 
@@ -560,17 +613,17 @@ def started(data: Set, shards: Sequence[Any], noises: Sequence[Noise], seed: int
         total += clipped_slope(torch.zeros_like(total), x[drawn], y[drawn]) + blur
         weight += len(shard)
     public, labels, _ = data.parts["validation"]
-    values, vectors = torch.linalg.eigh(covariance(public))
+    values, vectors = _spectrum(public)
     best, found = math.inf, total
     for lam in (0.1, 0.3, 1.0, 3.0, 1e6):
         shrunk = values.clamp(min=0) + lam * values.mean()
         inverse = vectors / shrunk @ vectors.T * (1 + lam) * values.mean()
-        step = torch.cat([total[:, :-1] @ inverse, total[:, -1:]], 1) / weight
+        step = -torch.cat([total[:, :-1] @ inverse, total[:, -1:]], 1) / weight
+        logits = public @ step[:, :-1].T + step[:, -1]
         for length in np.geomspace(0.01, 30, 22):
-            head = -float(length) * step
-            loss = float(F.cross_entropy(public @ head[:, :-1].T + head[:, -1], labels))
+            loss = float(F.cross_entropy(float(length) * logits, labels))
             if loss < best:
-                best, found = loss, head
+                best, found = loss, float(length) * step
     return found
 
 
@@ -579,7 +632,7 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float) -> Traine
     x, y, groups = data.parts["train"]
     shards = shards_of(groups, seed)
     noises = [Noise(arm, epsilon, len(shard)) for shard in shards]
-    quarters, coarse = data.quarters["train"], None
+    quarters, coarse = data.quarters.get("train"), None
     head = torch.zeros(data.classes, x.shape[1] + 1)
     if arm.start:
         head = started(data, shards, noises, seed)
@@ -609,10 +662,12 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float) -> Traine
                 drawn = torch.from_numpy(shard)[torch.rand(n, generator=generator) < noise.rate]
                 sigma = noise.next()
                 if arm.keep and number >= LATE:
+                    assert quarters is not None
                     slope = clipped_slope(own, x[drawn], y[drawn], arm.keep, quarters[drawn])
                 else:
                     slope = clipped_slope(own, x[drawn], y[drawn])
                 if arm.signal == "units":
+                    assert quarters is not None
                     noise.read(*score_sum(own, x[drawn], quarters[drawn]), aside)
                 elif arm.signal == "public":
                     some = slice(0, 256)
@@ -659,23 +714,24 @@ def scores(labels: NDArray[np.int64], said: NDArray[np.float64]) -> tuple[float,
     return macro_f1(labels, said.argmax(1), said.shape[1]), auroc(labels, said)
 
 
-def run(folder: Path, name: str, epsilon: float, label: str, seeds: int) -> None:
+def run(
+    folder: Path, name: str, epsilon: float, label: str, seeds: int, whole: Set | None = None
+) -> None:
+    """With `whole`, features of all training images as the package keeps them."""
     done = {(c["set"], c["epsilon"], c["lever"], c["seed"]) for c in cells()}
     missing = [s for s in range(seeds) if (name, epsilon, label, s) not in done]
     lever = levers(name, epsilon).get(label)
     if not missing or lever is None:
         return
     began = time.process_time()
-    best, chosen, rate = -1.0, lever.variants[0], 0.0
-    rates = RATES[epsilon] if lever.own_rate else (_rate(name, epsilon, lever.beside[0]),)
-    candidates = list(itertools.product(lever.variants, rates))
-    for arm, one in candidates:
-        if arm.start == 1 and one != rates[0]:
+    best, chosen = -1.0, lever.variants[0]
+    rate = rate_of(name, epsilon, chosen)
+    candidates = list(itertools.product(lever.variants, lever.rates))
+    for arm, times in candidates if len(candidates) > 1 else ():
+        if arm.start == 1 and times != 1:
             continue  # no step is taken
-        if len(candidates) == 1:
-            chosen, rate = arm, one
-            continue
-        data, value = load(folder, name, arm), 0.0
+        data, value = whole or load(folder, name, arm), 0.0
+        one = times * rate_of(name, epsilon, arm)
         labels = data.parts["validation"][1].numpy()
         for seed in range(CHOSEN_BY):
             trained = train(data, arm, epsilon, seed, one)
@@ -683,19 +739,22 @@ def run(folder: Path, name: str, epsilon: float, label: str, seeds: int) -> None
             value += sum(scores(labels, said)) / CHOSEN_BY
         if value > best:
             best, chosen, rate = value, arm, one
-    data = load(folder, name, chosen)
+    data = whole or load(folder, name, chosen)
     for seed in missing:
         trained = train(data, chosen, epsilon, seed, rate)
         said = answers(data, chosen, trained, "test")
         f1, area = scores(data.parts["test"][1].numpy(), said)
         cell = {"set": name, "epsilon": epsilon, "lever": label, "seed": seed, "rate": rate}
+        cell["images"] = len(data.parts["train"][0])
         cell |= {
             "variant": _variant(lever, chosen),
             "validation": round(best, 4) if best > 0 else None,
         }
         cell |= {"macro_f1": round(f1, 4), "auroc": round(area, 4)}
-        if trained.head.shape[1] == data.parts["train"][0].shape[1] + 1:
-            cell["faithfulness"] = round(faithfulness(data, trained.head), 4)
+        if chosen.keep and "test" in data.quarters:
+            other = train(data, replace(chosen, keep=0.0), epsilon, seed, rate).head
+            found = (faithfulness(data, trained.head), faithfulness(data, other))
+            cell["faithfulness"], cell["faithfulness_beside"] = (round(f, 4) for f in found)
         if trained.ratios:
             cell["noise"] = [round(r, 3) for r in trained.ratios[:: len(trained.ratios) // 10]]
         cell["commit"] = commit()
@@ -706,15 +765,6 @@ def run(folder: Path, name: str, epsilon: float, label: str, seeds: int) -> None
         f"{name} ε {epsilon} {label}: rate {rate:g}, {_variant(lever, chosen)},"
         f" {time.process_time() - began:.0f} s",
         flush=True,
-    )
-
-
-def _rate(name: str, epsilon: float, label: str) -> float:
-    """The rate that validation chose for another lever, which ran before."""
-    return next(
-        float(c["rate"])
-        for c in cells()
-        if (c["set"], c["epsilon"], c["lever"]) == (name, epsilon, label)
     )
 
 
@@ -748,8 +798,8 @@ def difference(
     folder: Path, name: str, epsilon: float, label: str, beside: str, seeds: Sequence[int]
 ) -> tuple[list[float], ...]:
     """95 % intervals of the lever less another, macro F1 and AUROC, over seeds and test groups."""
-    with np.load(folder / f"{name}-test.npz") as file:
-        labels, groups = file["y"].astype(np.int64), file["g"]
+    test = catalog.load(name, pixels=PIXELS, seed=0).test
+    labels, groups = test.labels.astype(np.int64), test.groups
 
     def read(arm: str) -> list[NDArray[np.float64]]:
         return [np.load(_said(folder, name, epsilon, arm, s)).astype(np.float64) for s in seeds]
@@ -896,6 +946,13 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, nargs="+", default=[0.05, 0.5, 5.0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--levers", nargs="+", help="only these")
+    parser.add_argument(
+        "--stored",
+        type=Path,
+        nargs=2,
+        help="features that a study kept in XCAL_FEATURES, of averages and of maps, in place of"
+        " extracted ones: `xcal` and what is shown beside it",
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = data_root() / "levers"
@@ -906,8 +963,9 @@ def main() -> None:
             extract(name, given.weights, folder, given.pixels, given.looks)
     elif given.what == "run":
         for name, epsilon in itertools.product(given.sets, given.epsilon):
+            whole = stored(name, *given.stored) if given.stored else None
             for label in given.levers or levers(name, epsilon):
-                run(folder, name, epsilon, label, given.seeds)
+                run(folder, name, epsilon, label, given.seeds, whole)
     elif given.what == "parts":
         print(parts_table())
     else:
