@@ -354,7 +354,7 @@ def levers(name: str, epsilon: float) -> dict[str, Lever]:
         "noise falling on a line": Lever((of["decay"],), timed),
         "noise rising on a line": Lever((of["rise"],), timed),
         "a start from one release": Lever(
-            tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5)), rates=(0.4, 1.0)
+            tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5))
         ),
         "one release alone": Lever((replace(base, start=1.0),)),
         "keeping the salient": Lever(
