@@ -807,7 +807,7 @@ def difference(
     return intervals(labels, groups, read(label), read(beside))
 
 
-RESAMPLES = 400
+RESAMPLES = 200
 
 
 def intervals(
