@@ -3,7 +3,8 @@
     python benchmarks/levers.py extract blood-cells --weights W.pth --looks 4
     python benchmarks/levers.py extract ham10000 chest-xray14 --weights W.pth --looks 2
     python benchmarks/levers.py extract blood-cells ham10000 --weights W.pth --pixels 256 --looks 1
-    python benchmarks/levers.py run blood-cells ham10000 --epsilon 0.05 0.5 5
+    python benchmarks/levers.py run blood-cells --epsilon 0.5 --seeds 3
+    python benchmarks/levers.py run ham10000 --epsilon 0.5 --seeds 3 --stored AVERAGES MAPS
     python benchmarks/levers.py table
     python benchmarks/levers.py parts  # what each part of `xcal` adds
 
@@ -871,7 +872,7 @@ def table(folder: Path) -> str:
         here = [c for c in done if (c["set"], c["epsilon"]) == (name, epsilon)]
         for label, lever in levers(name, epsilon).items():
             own = {c["seed"]: c for c in here if c["lever"] == label}
-            if not own:
+            if len(own) < 2:
                 continue
             first = next(iter(own.values()))
             chosen = ", ".join(f"{k} {_told(v)}" for k, v in first["variant"].items())
