@@ -1,18 +1,22 @@
 """What moves accuracy at a given ε, one lever at a time, on features of a frozen backbone.
 
-    python benchmarks/levers.py extract blood-cells ham10000 chest-xray14 --weights W.pth
-    python benchmarks/levers.py extract blood-cells ham10000 --weights W.pth --pixels 224
-    python benchmarks/levers.py extract blood-cells ham10000 --weights W.pth --crops
-    python benchmarks/levers.py run blood-cells ham10000 chest-xray14 --epsilon 0.05 0.5 5
+    python benchmarks/levers.py extract blood-cells --weights W.pth --looks 4
+    python benchmarks/levers.py extract ham10000 chest-xray14 --weights W.pth --looks 2
+    python benchmarks/levers.py extract blood-cells ham10000 --weights W.pth --pixels 256 --looks 1
+    python benchmarks/levers.py run blood-cells --epsilon 0.5 --seeds 3
+    python benchmarks/levers.py run ham10000 --epsilon 0.5 --seeds 3 --stored AVERAGES MAPS
     python benchmarks/levers.py table
+    python benchmarks/levers.py parts  # what each part of `xcal` adds
 
 The head of `preset = "good"` (EfficientNet-B0, stages 4 to 6, maps and squares pooled, 128 px,
 standardized by the public validation images) is trained by three clients of whole groups, record
 level, δ = 1e-5, 20 rounds of Poisson batches of 1,024, C = 8, released weights averaged (0.2), as
 `fl-dp` does; the multiplier is the package's plan. Arms of one seed share partition, draws and
-noise. The rate (and λ, where an arm has one) is the best of one grid by macro F1 + AUROC on
-validation images, over the first two seeds; test images are opened for that one only. A finished
-cell is a line of `benchmarks/results/levers/cells.jsonl` and is not computed again.
+noise. The rate is what validation images chose with all training images (`cells.jsonl`); where a
+lever has variants or rates of its own, the best of them by macro F1 + AUROC on validation images,
+over the first two seeds; test images are opened for that one only. A finished cell is a line of
+`benchmarks/results/levers/half.jsonl` and is not computed again. The
+lines of `cells.jsonl` and `table.md` are of all training images, by an earlier state of this file.
 """
 
 from __future__ import annotations
@@ -25,43 +29,56 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import torch
 import torch.nn.functional as F
+from dp_accounting import pld
 from numpy.typing import NDArray
+from scipy import special
 from torch import Tensor
 
 from xcal.data import catalog
 from xcal.data.image_store import data_root
 from xcal.data.normalize import to_tensor
-from xcal.dp.accounting import SCORE_SENSITIVITY, joint_factor, multiplier_table
+from xcal.dp.accounting import SCORE_SENSITIVITY, joint_factor, multiplier_table, quiet_library
 from xcal.dp.calibration import PlanShape, calibrate, calibrate_fixed, plan_xcal
 from xcal.explain.signal import SignalSettings
+from xcal.methods.feature_store import FeatureStore, StoredRows
 from xcal.methods.xcal_steered import (
+    SCHEDULES,
     SteeredParameters,
     SteeredRule,
     SteeredState,
     next_effective_sigma,
 )
 from xcal.metrics.classification import auroc, macro_f1
+from xcal.metrics.temperature import fit_temperature
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.probe import CONSTANTS, constants_of
 from xcal.models.views import POOLED, FixedView
 from xcal.models.weights import load_published, read_weights
 
 RESULTS = Path(__file__).parent / "results" / "levers"
-FILE = "half.jsonl"  # cells.jsonl: of all training images, by an earlier state of this file
+FILE = "half.jsonl"
 PIXELS, DELTA, ROUNDS, BATCH, CLIP, AVERAGE = 128, 1e-5, 20, 1024, 8.0, 0.2
 TAKEN = 2  # every second training image: features are what costs time here
 PARTS = ("validation", "test", "train")
 SYMMETRY = {"chest-xray14": "shifts"}  # all others: mirrored turns, the four turns first
 WIDTHS = {3: 40, 4: 80, 5: 112, 6: 192, 7: 320}
-STAGES = tuple(WIDTHS)  # whose maps are kept; `good` reads 4 to 6
+GOOD = (4, 5, 6)  # the stages that `good` reads
+
+
+def kept(pixels: int) -> tuple[int, ...]:
+    """The stages whose maps are kept."""
+    return tuple(WIDTHS) if pixels == PIXELS else GOOD
+
+
 CROPS = tuple(itertools.product((0, 1, 2), repeat=2))
 """Where a crop at twice the resolution begins, in quarters of the larger image's side."""
 
@@ -74,11 +91,12 @@ def views_of(name: str) -> tuple[FixedView, ...]:
 
 
 class _Reading(torch.nn.Module):
-    """Images (N, 3, H, W) to the maps of `STAGES` and their squares, on the grid of 1/16."""
+    """Images (N, 3, H, W) to the maps of these stages and their squares, on the grid of 1/16."""
 
-    def __init__(self, weights: Path) -> None:
+    def __init__(self, weights: Path, stages: tuple[int, ...]) -> None:
         super().__init__()
-        last = max(STAGES)
+        last = max(stages)
+        self.kept = stages
         network = efficientnet_b0(
             2, norm="frozen", trainable="head", head_reads=f"stages:4-{last}", seed=0
         ).eval()
@@ -90,7 +108,7 @@ class _Reading(torch.nn.Module):
         found = []
         for number, stage in enumerate(self.stages):
             x = stage(x)
-            if number not in STAGES:
+            if number not in self.kept:
                 continue
             both = torch.cat([x, x.square()], dim=1)
             if number < 4:
@@ -102,12 +120,13 @@ class _Reading(torch.nn.Module):
 def extract(name: str, weights: Path, folder: Path, pixels: int, looks: int) -> None:
     """Averaged channels of every view of every image, before they are standardized.
 
-    `w` are the averages of the nine quarters that begin at `CROPS`, over all views turned back.
+    `w` are the averages of the nine quarters that begin at `CROPS`, over all views turned back,
+    `plain` those of the first view.
     """
-    ask = _fast(_Reading(weights).eval(), folder, pixels)
+    ask = _fast(_Reading(weights, kept(pixels)).eval(), folder, pixels)
     data = catalog.load(name, pixels=pixels, seed=0)
     views = views_of(name)[:looks]
-    width = _columns(STAGES).stop
+    width = _columns(kept(pixels), pixels).stop
     for part in PARTS:
         path = folder / f"{name}-{part}{_ending(pixels)}.npz"
         if path.exists():
@@ -117,7 +136,7 @@ def extract(name: str, weights: Path, folder: Path, pixels: int, looks: int) -> 
             images = images.take(np.arange(0, len(images), TAKEN))
         shown, began = np.asarray(images.pixels), time.monotonic()
         found = np.zeros((len(shown), len(views), width), dtype=np.float32)
-        quarters = np.zeros((len(shown), len(CROPS), width), dtype=np.float32)
+        quarters = np.zeros((2, len(shown), len(CROPS), width), dtype=np.float32)
         for start in range(0, len(shown), 32):
             some, here = to_tensor(shown[start : start + 32]), slice(start, start + 32)
             total = torch.zeros(())
@@ -125,20 +144,26 @@ def extract(name: str, weights: Path, folder: Path, pixels: int, looks: int) -> 
                 maps = view.undo(ask(view.of(some).contiguous()))
                 found[here, number] = maps.mean((2, 3))
                 total = total + maps
-            half = maps.shape[2] // 2
-            quarters[here] = F.avg_pool2d(total / len(views), half, half // 2).flatten(2).mT.numpy()
+                if number == 0:
+                    quarters[0, here] = _quarters(maps)
+            quarters[1, here] = _quarters(total / len(views))
             done = min(start + 32, len(shown))
             if done % 1024 < 32 or done == len(shown):
                 left = (time.monotonic() - began) / done * (len(shown) - done)
                 print(f"{path.stem}: {done} of {len(shown)}, {left:.0f} s left", flush=True)
         print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
-        np.savez(path, x=found, w=quarters, y=images.labels, g=images.groups)
+        np.savez(path, x=found, plain=quarters[0], w=quarters[1], y=images.labels, g=images.groups)
 
 
-def _columns(stages: Sequence[int]) -> slice:
+def _quarters(maps: Tensor) -> NDArray[np.float32]:
+    half = maps.shape[2] // 2
+    return F.avg_pool2d(maps, half, half // 2).flatten(2).mT.numpy()
+
+
+def _columns(stages: Sequence[int], pixels: int) -> slice:
     """Where the channels of these neighboring stages and their squares lie in what is kept."""
-    widths = np.cumsum([0] + [2 * WIDTHS[stage] for stage in STAGES])
-    return slice(int(widths[stages[0] - STAGES[0]]), int(widths[stages[-1] - STAGES[0] + 1]))
+    before = sum(2 * WIDTHS[stage] for stage in kept(pixels) if stage < stages[0])
+    return slice(before, before + sum(2 * WIDTHS[stage] for stage in stages))
 
 
 def _ending(pixels: int) -> str:
@@ -187,37 +212,80 @@ class Set:
         return int(self.parts["train"][1].max()) + 1
 
 
-@lru_cache(maxsize=4)
 def load(folder: Path, name: str, arm: Arm) -> Set:
     """Means over the first views, standardized by at most 512 public validation images."""
-    channels = _columns(arm.stages)
+    looks = arm.closer is not None
+    parted = (
+        PARTS
+        if looks or arm.keep
+        else {"units": ("train",), "public": ("validation",)}.get(str(arm.signal), ())
+    )
+    return _load(folder, (name, arm.views, arm.pixels, arm.stages, looks, tuple(parted), arm.lam))
 
-    def read(part: str, pixels: int) -> tuple[Any, Any, Tensor, NDArray[Any]]:
+
+@lru_cache(maxsize=3)
+def _load(folder: Path, kind: tuple[Any, ...]) -> Set:
+    name, views, pixels, stages, looks, parted, lam = kind
+
+    def read(key: str, part: str, pixels: int) -> NDArray[Any]:
         with np.load(folder / f"{name}-{part}{_ending(pixels)}.npz") as file:
-            x, w = file["x"][..., channels], file["w"][..., channels]
-            return x, torch.from_numpy(w), torch.from_numpy(file["y"]).long(), file["g"]
+            found: NDArray[Any] = file[key]
+        return found[..., _columns(stages, pixels)] if key in ("x", "w", "plain") else found
+
+    def looked(key: str, part: str, pixels: int) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(read(key, part, pixels)))
 
     def standardized(public: Tensor) -> Callable[[Tensor], Tensor]:
         some = np.linspace(0, len(public) - 1, min(len(public), 512)).round().astype(int)
         mean, deviation = constants_of(public[some])
         return lambda x: (x - mean) / deviation
 
-    public = read("validation", arm.pixels)[0][:, : arm.views].mean(axis=1)
-    alike, parts, quarters, closer = standardized(torch.from_numpy(public)), {}, {}, {}
-    for part in PARTS:
-        x, w, y, g = read(part, arm.pixels)
-        tested = arm.views if arm.test_views is None else arm.test_views
-        views = arm.views if part == "train" else tested
-        parts[part] = (alike(torch.from_numpy(x[:, :views].mean(axis=1))), y, g)
-        if arm.closer is not None or arm.signal is not None or arm.keep:
-            quarters[part] = alike(w)
-    if arm.closer is not None:
+    x = {part: looked("x", part, pixels)[:, :views].mean(dim=1) for part in PARTS}
+    alike = standardized(x["validation"])
+    parts = {
+        part: (alike(x[part]), looked("y", part, pixels).long(), read("g", part, pixels))
+        for part in PARTS
+    }
+    of = "plain" if views == 1 else "w"
+    quarters = {part: alike(looked(of, part, pixels)) for part in parted}
+    closer = {}
+    if looks:
         for part in PARTS:
-            x, w, _, _ = read(part, 2 * PIXELS)
-            closer[part] = torch.cat([w, torch.from_numpy(x[:, :1])], dim=1)
+            w, whole = looked("w", part, 2 * PIXELS), looked("x", part, 2 * PIXELS)[:, :1]
+            closer[part] = torch.cat([w, whole], dim=1)
         alike = standardized(closer["validation"][:, :9].mean(1))
-        closer = {part: alike(x) for part, x in closer.items()}
-    return Set(parts, quarters, closer)
+        closer = {part: alike(near) for part, near in closer.items()}
+    data = Set(parts, quarters, closer)
+    return whitened(data, lam) if lam else data
+
+
+def stored(name: str, read: Path, maps: Path) -> Set:
+    """What the package keeps of all images (`XCAL_FEATURES`), whitened where `xcal` whitens.
+
+    `read`: the folder of what a head reads; `maps`: that of the training images' maps.
+    """
+
+    def rows(folder: Path, pixels: NDArray[np.uint8], shape: tuple[int, ...]) -> StoredRows:
+        def missing(_: NDArray[np.int64]) -> Tensor:
+            raise RuntimeError(f"{folder} does not have all images of {name}")
+
+        backbone = folder.name.removesuffix("-32")
+        return FeatureStore(folder.parent).rows(
+            backbone, pixels, 1.0, torch.zeros(1, *shape), missing
+        )
+
+    data, parts, channels = catalog.load(name, pixels=PIXELS, seed=0), {}, 768
+    for part in PARTS:
+        images = getattr(data, part)
+        found = rows(read, np.asarray(images.pixels), (channels,))
+        x = found[torch.arange(len(found))]
+        parts[part] = (x, torch.from_numpy(images.labels).long(), images.groups)
+    kept_maps = rows(maps, np.asarray(data.train.pixels), (channels, 8, 8))
+    quarters = [
+        F.avg_pool2d(kept_maps[some], 4, 2).flatten(2).mT
+        for some in torch.arange(len(kept_maps)).split(256)
+    ]
+    return Set(parts, {"train": torch.cat(quarters)}, {})
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -228,56 +296,91 @@ class Arm:
     """One way to train."""
 
     views: int = 1
-    test_views: int | None = None  # None: as many
     accountant: str = "pld"
-    whitened: bool = False
-    lams: tuple[float, ...] = (0.0,)  # shrinkages of the public covariance to choose from
+    lam: float = 0.0  # whitened by the public covariance, shrunk by so many mean eigenvalues
     closer: str | None = None  # which quarter, at twice the pixels, is read beside the image
-    signal: str | None = None  # whose signal steers the noise in time: of "units", "public" images
+    signal: str | None = None  # what steers the noise in time: see `SIGNALS`
     shares: str = "plan"  # of what a steered step takes its share
-    keep: tuple[float, ...] = ()  # weights of the term of the most salient quarter, to choose from
-    stages: tuple[int, ...] = (4, 5, 6)
+    tau: float = 0.05  # smoothing of the steering signal …
+    contrast: float = 0.1  # … and its scale
+    keep: float = 0.0  # weight of the term of the most salient quarter, from round `LATE` on
+    start: float = 0.0  # share of the precision μ² that one release of all images takes; 1: all
+    stages: tuple[int, ...] = GOOD
     pixels: int = PIXELS
-    only: tuple[str, ...] | None = None  # the sets that it is for; None: all
-
-    def fits(self, name: str) -> bool:
-        return self.views <= len(views_of(name)) and (self.only is None or name in self.only)
 
 
-MOST = {"blood-cells": 8, "ham10000": 8, "chest-xray14": 5}  # views of `pool_views` in `xcal`
+VIEWS = {"blood-cells": 4, "ham10000": 2, "chest-xray14": 2}  # as many as `--looks`
 CLOSER_FROM = 8
+CLOSER_RATES = (0.5, 1.0)  # twice the numbers to train
 LATE = 10  # the first round whose units have the term of `keep`
 LARGE = ("blood-cells", "ham10000")  # sets whose originals have more than `PIXELS` a side
-
-
-def arms(name: str) -> dict[str, Arm]:
-    """The levers, with as many views as the set's symmetry has."""
-    n = MOST[name]
-    best = Arm(n, whitened=True, lams=(10.0,))
-    found = {
-        "plain": Arm(),
-        "views": Arm(n),
-        "four turns": Arm(4, only=LARGE),
-        "whitened": Arm(1, whitened=True, lams=(10.0,)),
-        "whitened, views": best,
-        "views, Renyi accountant": Arm(n, accountant="renyi"),
-        **{f"closer {how}": replace(best, closer=how, only=LARGE) for how in CLOSER},
-        "steered by units": Arm(n, signal="units"),
-        "steered by units, shares of what is left": Arm(n, signal="units", shares="left"),
-        "steered by public images": Arm(n, signal="public"),
-        "keeping the salient": Arm(n, keep=(0.03, 0.1, 0.3)),
-        "256 px": Arm(1, pixels=256, only=LARGE),
-        **{
-            f"stages {a}-{b}": Arm(1, stages=tuple(range(a, b + 1)))
-            for a, b in ((3, 6), (4, 7), (5, 7), (3, 7))
-        },
-    }
-    return {label: arm for label, arm in found.items() if arm.fits(name)}
-
-
-CLOSER = ("by the map", "at the center", "by feature norm", "everywhere", "at random")
+WHITENED = 10.0
+CLOSER = ("by the map", "at the center", "by feature norm", "at random", "everywhere")
 """Where to look closer; `everywhere`: at the whole image at twice the pixels."""
-RATES = {0.05: (0.003, 0.01, 0.02, 0.05), 0.5: (0.02, 0.05, 0.1, 0.2), 5.0: (0.1, 0.2, 0.5, 1.0)}
+SIGNALS = ("units", "public", "random", "decay", "rise")
+"""The score of drawn units, released with noise; of public images; of no image; two schedules."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """Variants to choose from by public validation, and the levers beside which it is shown."""
+
+    variants: tuple[Arm, ...]
+    beside: tuple[str, ...] = ("xcal",)
+    rates: tuple[float, ...] = (1.0,)  # to choose from, times the set's own
+
+
+def levers(name: str, epsilon: float) -> dict[str, Lever]:
+    """Each changes one thing of `plain`, static noise as it was, or of `xcal` as it is."""
+    plain = Arm()
+    whitens = name in LARGE and epsilon >= 0.16
+    base = Arm(VIEWS[name], lam=WHITENED if whitens else 0.0)
+    renyi, timed = "xcal, Renyi accountant", ("xcal", "xcal, Renyi accountant")
+    spans = tuple(tuple(range(a, b + 1)) for a, b in ((4, 6), (3, 6), (4, 7), (5, 7), (3, 7)))
+    found = {
+        "plain": Lever((plain,), ()),
+        "views": Lever((Arm(VIEWS[name]),), ("plain",)),
+        "xcal": Lever((base,), ("plain",)),
+        renyi: Lever((replace(base, accountant="renyi"),)),
+    }
+    of = {s: replace(base, signal=s) for s in SIGNALS}
+    quick = replace(of["public"], tau=0.2, contrast=0.02)
+    found |= {
+        "steered by units": Lever((of["units"],), timed),
+        "steered by units, shares of what is left": Lever(
+            (replace(of["units"], shares="left"),), timed, False
+        ),
+        "steered by public images": Lever((of["public"], quick), timed),
+        "steered by random numbers": Lever((replace(quick, signal="random"),), timed),
+        "noise falling on a line": Lever((of["decay"],), timed),
+        "noise rising on a line": Lever((of["rise"],), timed),
+        "a start from one release": Lever(
+            tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5))
+        ),
+        "one release alone": Lever((replace(base, start=1.0),)),
+        "keeping the salient": Lever(
+            tuple(replace(base, keep=k) for k in (0.03, 0.1, 0.3)), ("xcal",), False
+        ),
+        "stages by validation": Lever(tuple(replace(base, stages=span) for span in spans)),
+    }
+    if name in LARGE:
+        for how in CLOSER:
+            found[f"closer {how}"] = Lever((replace(base, closer=how),), rates=CLOSER_RATES)
+            found[f"plain, closer {how}"] = Lever(
+                (replace(plain, closer=how),), ("plain",), CLOSER_RATES
+            )
+        found["plain, 256 px"] = Lever((replace(plain, pixels=2 * PIXELS),), ("plain",))
+    return found
+
+
+def rate_of(name: str, epsilon: float, arm: Arm) -> float:
+    """What validation images chose for its features with all training images (`cells.jsonl`)."""
+    label = "plain" if arm.views == 1 else "whitened, views" if arm.lam else "views"
+    rows = map(json.loads, (RESULTS / "cells.jsonl").read_text().splitlines())
+    here = (name, epsilon, label)
+    return next(float(c["rate"]) for c in rows if (c["set"], c["epsilon"], c["arm"]) == here)
+
+
 KAPPA = 5.0
 CHOSEN_BY = 2  # seeds
 
@@ -286,6 +389,47 @@ CHOSEN_BY = 2  # seeds
 def multiplier(epsilon: float, rate: float, steps: int, accountant: str) -> float:
     find = calibrate if accountant == "renyi" else calibrate_fixed
     return find(epsilon, DELTA, rate, steps).sigma
+
+
+@lru_cache(maxsize=256)
+def split_multipliers(
+    epsilon: float, rate: float, steps: int, share: float
+) -> tuple[float, float | None]:
+    """σ of one release of all units and of the steps after it, together (ε, δ).
+
+    μ² of the target's Gaussian is split by `share`; then δ of the two composed is computed by
+    privacy-loss distributions, and the steps' σ raised until it is at most 99 % of DELTA.
+    """
+    whole = multiplier(epsilon, 1.0, 1, "pld")
+    if share == 1:
+        return whole, None
+    first = whole / math.sqrt(share)
+    rest = math.sqrt(1 - share) / whole  # μ that is left; its ε at DELTA:
+    low, high = 0.0, epsilon
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _gaussian_delta(middle, rest) < DELTA else (middle, high)
+    sigma = multiplier(high, rate, steps, "pld")
+    while _composed_delta(epsilon, first, rate, sigma, steps) > 0.99 * DELTA:
+        sigma *= 1.003
+    return first, sigma
+
+
+def _gaussian_delta(epsilon: float, mu: float) -> float:
+    below = float(special.ndtr(mu / 2 - epsilon / mu))
+    return below - math.exp(epsilon) * float(special.ndtr(-mu / 2 - epsilon / mu))
+
+
+def _composed_delta(epsilon: float, first: float, rate: float, sigma: float, steps: int) -> float:
+    accountant = pld.PLDAccountant(
+        dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
+        value_discretization_interval=max(epsilon / 5000, 1e-5),
+    )
+    with quiet_library():
+        accountant.compose(dp_accounting.GaussianDpEvent(first))
+        step = dp_accounting.GaussianDpEvent(sigma)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, step), steps)
+        return float(accountant.get_delta(epsilon))
 
 
 def covariance(x: Tensor) -> Tensor:
@@ -310,7 +454,6 @@ def clipped_slope(
     labels: Tensor,
     keep: float = 0.0,
     quarters: Tensor | None = None,
-    drawn: Tensor | None = None,
 ) -> Tensor:
     """The sum of the units' gradients of the head (classes, D + 1), each clipped to `CLIP`.
 
@@ -320,9 +463,8 @@ def clipped_slope(
     wide, error = torch.cat([inputs, ones], 1), _errors(head, inputs, labels)
     square = error.square().sum(1) * wide.square().sum(1)
     if keep:
-        assert quarters is not None and drawn is not None
-        here = quarters[drawn]
-        part = here[torch.arange(len(here)), salient(head, here, labels)]
+        assert quarters is not None
+        part = quarters[torch.arange(len(quarters)), salient(head, quarters, labels)]
         narrow, other = torch.cat([part, ones], 1), keep * _errors(head, part, labels)
         square = square + other.square().sum(1) * narrow.square().sum(1)
         square = square + 2 * (error * other).sum(1) * (wide * narrow).sum(1)
@@ -356,16 +498,38 @@ def salient(head: Tensor, quarters: Tensor, classes: Tensor) -> Tensor:
     return found
 
 
+def lost(head: Tensor, inputs: Tensor, quarters: Tensor, temperature: float = 1.0) -> Tensor:
+    """The confidence (N, 9) that each image's answer loses without each of its quarters."""
+    head = head / temperature
+    logits = inputs @ head[:, :-1].T + head[:, -1]
+    given, rows = logits.argmax(1), torch.arange(len(inputs))
+    # The average without a quarter of the cells, which leaves three.
+    after = (4 * inputs[:, None] - quarters) / 3 @ head[:, :-1].T + head[:, -1]
+    before = torch.softmax(logits, 1)[rows, given]
+    return before[:, None] - torch.softmax(after, 2)[rows, :, given]
+
+
 def score_sum(head: Tensor, inputs: Tensor, quarters: Tensor) -> tuple[float, int]:
     """Σu and the count: u is the confidence lost without the most salient quarter, in [0, 1]."""
-    logits = inputs @ head[:, :-1].T + head[:, -1]
-    given = logits.argmax(1)
-    rows = torch.arange(len(inputs))
-    gone = quarters[rows, salient(head, quarters, given)]
-    # The average without a quarter of the cells, which leaves three.
-    after = (4 * inputs - gone) / 3 @ head[:, :-1].T + head[:, -1]
-    lost = torch.softmax(logits, 1)[rows, given] - torch.softmax(after, 1)[rows, given]
-    return float(lost.clamp(0, 1).sum()), len(inputs)
+    given = (inputs @ head[:, :-1].T + head[:, -1]).argmax(1)
+    gone = quarters[torch.arange(len(inputs)), salient(head, quarters, given)]
+    u = lost(head, inputs, gone[:, None])[:, 0].clamp(0, 1)
+    return float(u.sum()), len(inputs)
+
+
+def faithfulness(data: Set, head: Tensor) -> float:
+    """Mean confidence lost without the most salient quarter less that without a mean one.
+
+    On test images, after a temperature fitted on validation images: models of unlike confidence
+    are on one scale.
+    """
+    x, y, _ = data.parts["validation"]
+    temperature = fit_temperature((x @ head[:, :-1].T + head[:, -1]).numpy(), y.numpy())
+    x, quarters = data.parts["test"][0], data.quarters["test"]
+    found = lost(head, x, quarters, temperature)
+    given = (x @ head[:, :-1].T + head[:, -1]).argmax(1)
+    most = found[torch.arange(len(x)), salient(head, quarters, given)]
+    return float((most - found.mean(1)).mean())
 
 
 class Noise:
@@ -375,26 +539,39 @@ class Noise:
         self.batch = min(BATCH, units)
         self.steps = -(-units // self.batch)
         self.rate, self.arm = self.batch / units, arm
-        self.fixed = multiplier(epsilon, self.rate, self.steps * ROUNDS, arm.accountant)
+        total = self.steps * ROUNDS
+        self.first: float | None = None  # of one release before the steps
+        self.ratios: list[float] = []
+        self.static = multiplier(epsilon, self.rate, total, arm.accountant)
+        if arm.start:
+            self.first, rest = split_multipliers(epsilon, self.rate, total, arm.start)
+            self.static = rest or math.inf
         if arm.signal is None:
             return
         shape = PlanShape(epsilon, DELTA, units, self.batch, ROUNDS)
         plan = plan_xcal(shape, kappa=KAPPA, w=0.5, signal=arm.signal == "units")
         settings = SignalSettings.of(SteeredParameters(), positive_only=True)
-        # Public images have no noise in their signal: 1 is only a placeholder for it.
-        self.rule = SteeredRule(replace(plan, sigma_signal=plan.sigma_signal or 0.0), settings)
-        self.rule = replace(self.rule, shares=arm.shares)
+        self.rule = SteeredRule(
+            # Public images have no noise in their signal.
+            replace(plan, sigma_signal=plan.sigma_signal or 0.0),
+            settings,
+            tau=arm.tau,
+            contrast=arm.contrast,
+            shares=arm.shares,
+            source=arm.signal if arm.signal in SCHEDULES else "model",
+        )
         self.table = multiplier_table(plan.sample_rate, plan.order, plan.sigma_static)
         self.state, self.spent, self.taken = SteeredState(), 0.0, 0
 
     def next(self) -> float:
         if self.arm.signal is None:
-            return self.fixed
+            return self.static
         sigma, cost = next_effective_sigma(
             self.state, self.rule, self.spent, self.rule.plan.steps - self.taken, self.table
         )
         self.spent, self.taken = self.spent + cost, self.taken + 1
         assert self.spent <= self.rule.plan.budget
+        self.ratios.append(sigma / self.rule.plan.sigma_static)
         self.sigma = sigma * joint_factor(KAPPA if self.arm.signal == "units" else None, None)
         return self.sigma
 
@@ -412,19 +589,60 @@ class Noise:
 class Trained:
     head: Tensor
     coarse: Tensor | None = None  # the head by which quarters were chosen
+    ratios: tuple[float, ...] = ()  # steered multipliers over the static one
 
 
-def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float, keep: float) -> Trained:
-    """The reported head (classes, D + 1)."""
+@lru_cache(maxsize=2)
+def _spectrum(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(covariance(x))
+    return values, vectors
+
+
+def started(data: Set, shards: Sequence[Any], noises: Sequence[Noise], seed: int) -> Tensor:
+    """The head from one release of every client: the sum of all clipped gradients at zero.
+
+    Solved with the public covariance; how far it is shrunk and how long the step is are what
+    gives public validation images the least cross-entropy, which is post-processing.
+    """
     x, y, _ = data.parts["train"]
-    shards = shards_of(data.parts["train"][2], seed)
+    total, weight = torch.zeros(data.classes, x.shape[1] + 1), 0
+    for client, (shard, noise) in enumerate(zip(shards, noises, strict=True)):
+        generator = torch.Generator().manual_seed(seed * 10**6 + 900_000 + client)
+        drawn = torch.from_numpy(shard)
+        assert noise.first is not None
+        blur = noise.first * CLIP * torch.randn(total.shape, generator=generator)
+        total += clipped_slope(torch.zeros_like(total), x[drawn], y[drawn]) + blur
+        weight += len(shard)
+    public, labels, _ = data.parts["validation"]
+    values, vectors = _spectrum(public)
+    best, found = math.inf, total
+    for lam in (0.1, 0.3, 1.0, 3.0, 1e6):
+        shrunk = values.clamp(min=0) + lam * values.mean()
+        inverse = vectors / shrunk @ vectors.T * (1 + lam) * values.mean()
+        step = -torch.cat([total[:, :-1] @ inverse, total[:, -1:]], 1) / weight
+        logits = public @ step[:, :-1].T + step[:, -1]
+        for length in np.geomspace(0.01, 30, 22):
+            loss = float(F.cross_entropy(float(length) * logits, labels))
+            if loss < best:
+                best, found = loss, float(length) * step
+    return found
+
+
+def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float) -> Trained:
+    """The reported head (classes, D + 1)."""
+    x, y, groups = data.parts["train"]
+    shards = shards_of(groups, seed)
     noises = [Noise(arm, epsilon, len(shard)) for shard in shards]
     quarters, coarse = data.quarters.get("train"), None
     head = torch.zeros(data.classes, x.shape[1] + 1)
-    fixed = arm.closer is not None and arm.closer != "by the map"
-    if fixed:  # which quarter is read does not depend on a head: it is read from the beginning
+    if arm.start:
+        head = started(data, shards, noises, seed)
+        if arm.start == 1:
+            return Trained(head)
+    if arm.closer is not None and arm.closer != "by the map":
+        # Which quarter is read does not depend on a head: it is read from the beginning.
         coarse = head
-        x = looked_closer(data, "train", coarse, str(arm.closer))
+        x = looked_closer(data, "train", coarse, arm.closer)
         head = torch.zeros(len(head), x.shape[1] + 1)
     reported = head
     for number in range(ROUNDS):
@@ -444,8 +662,11 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float, keep: flo
             for _ in range(noise.steps):
                 drawn = torch.from_numpy(shard)[torch.rand(n, generator=generator) < noise.rate]
                 sigma = noise.next()
-                late = keep if number >= LATE else 0.0
-                slope = clipped_slope(own, x[drawn], y[drawn], late, quarters, drawn)
+                if arm.keep and number >= LATE:
+                    assert quarters is not None
+                    slope = clipped_slope(own, x[drawn], y[drawn], arm.keep, quarters[drawn])
+                else:
+                    slope = clipped_slope(own, x[drawn], y[drawn])
                 if arm.signal == "units":
                     assert quarters is not None
                     noise.read(*score_sum(own, x[drawn], quarters[drawn]), aside)
@@ -453,12 +674,14 @@ def train(data: Set, arm: Arm, epsilon: float, seed: int, rate: float, keep: flo
                     some = slice(0, 256)
                     public = data.parts["validation"][0][some], data.quarters["validation"][some]
                     noise.read(*score_sum(own, *public), aside)
+                elif arm.signal == "random":
+                    noise.read(float(torch.rand((), generator=aside)), 1, aside)
                 blur = torch.randn(slope.shape, generator=generator)
                 own -= rate * (slope + sigma * CLIP * blur) / noise.batch
             total, weight = total + n * own, weight + n
         head = total / weight
         reported = head if begins else (1 - AVERAGE) * reported + AVERAGE * head
-    return Trained(reported, coarse)
+    return Trained(reported, coarse, tuple(np.mean([n.ratios for n in noises], axis=0).tolist()))
 
 
 def whitened(data: Set, lam: float) -> Set:
@@ -492,39 +715,71 @@ def scores(labels: NDArray[np.int64], said: NDArray[np.float64]) -> tuple[float,
     return macro_f1(labels, said.argmax(1), said.shape[1]), auroc(labels, said)
 
 
-def run(folder: Path, name: str, epsilon: float, label: str, seeds: int) -> None:
-    done = {(c["set"], c["epsilon"], c["arm"], c["seed"]) for c in cells()}
+def run(
+    folder: Path, name: str, epsilon: float, label: str, seeds: int, whole: Set | None = None
+) -> None:
+    """With `whole`, features of all training images as the package keeps them."""
+    done = {(c["set"], c["epsilon"], c["lever"], c["seed"]) for c in cells()}
     missing = [s for s in range(seeds) if (name, epsilon, label, s) not in done]
-    arm = arms(name).get(label)
-    if not missing or arm is None:
+    lever = levers(name, epsilon).get(label)
+    if not missing or lever is None:
         return
-    began, base = time.monotonic(), load(folder, name, arm)
-    by_lam = {lam: whitened(base, lam) if arm.whitened else base for lam in arm.lams}
-    best: tuple[float, ...] = (-1.0, 0.0, 0.0, 0.0)
-    for rate, lam, keep in itertools.product(RATES[epsilon], arm.lams, arm.keep or (0.0,)):
-        data = by_lam[lam]
+    began = time.process_time()
+    best, chosen = -1.0, lever.variants[0]
+    rate = rate_of(name, epsilon, chosen)
+    candidates = list(itertools.product(lever.variants, lever.rates))
+    for arm, times in candidates if len(candidates) > 1 else ():
+        if arm.start == 1 and times != 1:
+            continue  # no step is taken
+        data, value = whole or load(folder, name, arm), 0.0
+        one = times * rate_of(name, epsilon, arm)
         labels = data.parts["validation"][1].numpy()
-        value = 0.0
         for seed in range(CHOSEN_BY):
-            trained = train(data, arm, epsilon, seed, rate, keep)
+            trained = train(data, arm, epsilon, seed, one)
             said = answers(data, arm, trained, "validation")
             value += sum(scores(labels, said)) / CHOSEN_BY
-        best = max(best, (value, rate, lam, keep))
-    value, rate, lam, keep = best
-    data = by_lam[lam]
+        if value > best:
+            best, chosen, rate = value, arm, one
+    data = whole or load(folder, name, chosen)
     for seed in missing:
-        trained = train(data, arm, epsilon, seed, rate, keep)
-        said = answers(data, arm, trained, "test")
+        trained = train(data, chosen, epsilon, seed, rate)
+        said = answers(data, chosen, trained, "test")
         f1, area = scores(data.parts["test"][1].numpy(), said)
-        cell = {"set": name, "epsilon": epsilon, "arm": label, "seed": seed, "rate": rate}
-        cell |= {"keep": keep, "validation": round(value, 4)}
-        cell |= {"lam": lam, "macro_f1": round(f1, 4), "auroc": round(area, 4), "commit": commit()}
-        np.save(folder / f"said-{name}-{epsilon}-{label}-{seed}.npy", said.astype(np.float32))
+        cell = {"set": name, "epsilon": epsilon, "lever": label, "seed": seed, "rate": rate}
+        cell["images"] = len(data.parts["train"][0])
+        cell |= {
+            "variant": _variant(lever, chosen),
+            "validation": round(best, 4) if best > 0 else None,
+        }
+        cell |= {"macro_f1": round(f1, 4), "auroc": round(area, 4)}
+        if chosen.keep and "test" in data.quarters:
+            other = train(data, replace(chosen, keep=0.0), epsilon, seed, rate).head
+            found = (faithfulness(data, trained.head), faithfulness(data, other))
+            cell["faithfulness"], cell["faithfulness_beside"] = (round(f, 4) for f in found)
+        if trained.ratios:
+            cell["noise"] = [round(r, 3) for r in trained.ratios[:: len(trained.ratios) // 10]]
+        cell["commit"] = commit()
+        np.save(_said(folder, name, epsilon, label, seed), said.astype(np.float32))
         with (RESULTS / FILE).open("a") as file:
             file.write(json.dumps(cell) + "\n")
     print(
-        f"{name} ε {epsilon} {label}: rate {rate:g}, {time.monotonic() - began:.0f} s", flush=True
+        f"{name} ε {epsilon} {label}: rate {rate:g}, {_variant(lever, chosen)},"
+        f" {time.process_time() - began:.0f} s",
+        flush=True,
     )
+
+
+def _variant(lever: Lever, chosen: Arm) -> dict[str, Any]:
+    """What of the lever's variants was chosen."""
+    return {
+        f.name: getattr(chosen, f.name)
+        for f in fields(Arm)
+        if len({getattr(arm, f.name) for arm in lever.variants}) > 1
+    }
+
+
+def _said(folder: Path, name: str, epsilon: float, label: str, seed: int) -> Path:
+    return folder / f"said-{name}-{epsilon}-{label}-{seed}.npy"
 
 
 def commit() -> str:
@@ -540,20 +795,20 @@ def cells() -> list[dict[str, Any]]:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def difference(folder: Path, name: str, epsilon: float, label: str) -> tuple[list[float], ...]:
-    """95 % intervals of the arm less `plain`, macro F1 and AUROC, over seeds and test groups."""
-    with np.load(folder / f"{name}-test.npz") as file:
-        labels, groups = file["y"].astype(np.int64), file["g"]
-    both = [c for c in cells() if (c["set"], c["epsilon"], c["arm"]) == (name, epsilon, label)]
-    seeds = sorted(c["seed"] for c in both)
+def difference(
+    folder: Path, name: str, epsilon: float, label: str, beside: str, seeds: Sequence[int]
+) -> tuple[list[float], ...]:
+    """95 % intervals of the lever less another, macro F1 and AUROC, over seeds and test groups."""
+    test = catalog.load(name, pixels=PIXELS, seed=0).test
+    labels, groups = test.labels.astype(np.int64), test.groups
 
-    def read(arm: str, seed: int) -> NDArray[np.float64]:
-        said: NDArray[np.float64] = np.load(folder / f"said-{name}-{epsilon}-{arm}-{seed}.npy")
-        return said.astype(np.float64)
+    def read(arm: str) -> list[NDArray[np.float64]]:
+        return [np.load(_said(folder, name, epsilon, arm, s)).astype(np.float64) for s in seeds]
 
-    return intervals(
-        labels, groups, [read(label, s) for s in seeds], [read("plain", s) for s in seeds]
-    )
+    return intervals(labels, groups, read(label), read(beside))
+
+
+RESAMPLES = 200
 
 
 def intervals(
@@ -563,61 +818,142 @@ def intervals(
     theirs: Sequence[NDArray[np.float64]],
 ) -> tuple[list[float], ...]:
     """95 % intervals of paired differences of macro F1 and AUROC, over seeds and test groups."""
-    members = [np.flatnonzero(groups == g) for g in np.unique(groups)]
-    generator, found = np.random.default_rng(0), []
-    for _ in range(200):
-        chosen = np.concatenate(
-            [members[i] for i in generator.integers(0, len(members), len(members))]
-        )
-        drawn = generator.choice(len(ours), len(ours))
-        pairs = [
-            np.subtract(
-                scores(labels[chosen], ours[s][chosen]), scores(labels[chosen], theirs[s][chosen])
-            )
-            for s in drawn
+    _, place = np.unique(groups, return_inverse=True)
+    generator, n = np.random.default_rng(0), int(place.max()) + 1
+    times = np.stack(
+        [
+            np.bincount(generator.integers(0, n, n), minlength=n)[place].astype(np.float64)
+            for _ in range(RESAMPLES)
         ]
-        found.append(np.nanmean(pairs, axis=0))
+    )
+    gains = np.stack(
+        [
+            weighted_scores(labels, a, times) - weighted_scores(labels, b, times)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+    )  # (seeds, 2, resamples)
+    drawn = generator.integers(0, len(ours), (RESAMPLES, len(ours)))
+    found = np.stack([gains[drawn[i], :, i].mean(axis=0) for i in range(RESAMPLES)])
     low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
     return [float(low[0]), float(high[0])], [float(low[1]), float(high[1])]
 
 
+def weighted_scores(
+    labels: NDArray[np.int64], said: NDArray[np.float64], times: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Macro F1 and AUROC (2, R) where image i counts times[r, i] times: `scores` of resamples."""
+    f1, areas = [], []
+    answer = said.argmax(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for k in range(said.shape[1]):
+            true, told = labels == k, answer == k
+            mentions = times[:, true].sum(1) + times[:, told].sum(1)
+            f1.append(2 * times[:, true & told].sum(1) / mentions)
+            order = np.argsort(said[:, k], kind="stable")
+            begins = np.flatnonzero(np.diff(said[order, k], prepend=-1.0))  # of equal scores
+            hits = np.add.reduceat(times[:, order] * true[order], begins, axis=1)
+            others = np.add.reduceat(times[:, order] * ~true[order], begins, axis=1)
+            below = np.cumsum(others, axis=1) - others / 2
+            areas.append((hits * below).sum(1) / (hits.sum(1) * others.sum(1)))
+        return np.stack([np.nanmean(f1, axis=0), np.nanmean(areas, axis=0)])
+
+
+MANY = ("blood-cells", "ham10000", "chest-xray14")
+TITLES = {"ham10000": "HAM10000", "chest-xray14": "chest X-rays"}
+
+
 def table(folder: Path) -> str:
     lines = [
-        "| set | ε | lever | η | F1 | less plain [95 %] | AUROC | less plain [95 %] |",
-        "|---|---|---|---|---|---|---|---|",
+        "| set | ε | lever | η | F1 | AUROC | less | F1 [95 %] | AUROC [95 %] |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     done = cells()
     for name, epsilon in dict.fromkeys((c["set"], c["epsilon"]) for c in done):
         here = [c for c in done if (c["set"], c["epsilon"]) == (name, epsilon)]
-        plain = {c["seed"]: c for c in here if c["arm"] == "plain"}
-        for label in dict.fromkeys(c["arm"] for c in here):
-            own = [c for c in here if c["arm"] == label and c["seed"] in plain]
-            if not own:
+        for label, lever in levers(name, epsilon).items():
+            own = {c["seed"]: c for c in here if c["lever"] == label}
+            if len(own) < 2:
                 continue
-            row = [name, f"{epsilon:g}", label, f"{own[0]['rate']:g}"]
-            spans = None if label == "plain" else difference(folder, name, epsilon, label)
-            for k, measure in enumerate(("macro_f1", "auroc")):
-                values = np.array([c[measure] for c in own])
+            first = next(iter(own.values()))
+            chosen = ", ".join(f"{k} {_told(v)}" for k, v in first["variant"].items())
+            row = [
+                TITLES.get(name, name),
+                f"{epsilon:g}",
+                label + (f" ({chosen})" if chosen else ""),
+            ]
+            row.append(f"{first['rate']:g}")
+            for measure in ("macro_f1", "auroc"):
+                values = np.array([c[measure] for c in own.values()])
                 row.append(f"{values.mean():.3f} ± {values.std(ddof=1):.3f}")
-                if spans is None:
-                    row.append("")
+            rows = []
+            for beside in lever.beside:
+                other = {c["seed"]: c for c in here if c["lever"] == beside and c["seed"] in own}
+                if not other:
                     continue
-                gain = np.mean([c[measure] - plain[c["seed"]][measure] for c in own])
-                row.append(f"{gain:+.3f} [{spans[k][0]:+.3f}, {spans[k][1]:+.3f}]")
-            lines.append("| " + " | ".join(row) + " |")
+                spans = difference(folder, name, epsilon, label, beside, sorted(other))
+                gains = [beside]
+                for k, measure in enumerate(("macro_f1", "auroc")):
+                    gain = np.mean([own[s][measure] - other[s][measure] for s in other])
+                    gains.append(f"{gain:+.3f} [{spans[k][0]:+.3f}, {spans[k][1]:+.3f}]")
+                rows.append(row + gains)
+            for found in rows or [[*row, "", "", ""]]:
+                lines.append("| " + " | ".join(found).replace("-0", "−0") + " |")
     return "\n".join(lines) + "\n"
+
+
+PARTS_OF_XCAL = {
+    "views": ("views", "plain"),
+    "accounting": ("views", "views, Renyi accountant"),
+    "whitening": ("whitened, views", "views"),
+}
+
+
+def parts_table() -> str:
+    """What each part of `xcal` adds, on all training images (`cells.jsonl`): paired by seed.
+
+    The intervals are Student's over the seeds alone.
+    """
+    rows = [json.loads(line) for line in (RESULTS / "cells.jsonl").read_text().splitlines()]
+    found = {(c["set"], c["epsilon"], c["arm"], c["seed"]): c for c in rows}
+    seeds = sorted({c["seed"] for c in rows})
+    wide = float(special.stdtrit(len(seeds) - 1, 0.975)) / math.sqrt(len(seeds))
+    kinds = [f"{part}, {m}" for part in PARTS_OF_XCAL for m in ("F1", "AUROC")]
+    lines = [f"| set | ε | {' | '.join(kinds)} |", "|---|---|" + "---|" * len(kinds)]
+    for name, epsilon in itertools.product(MANY, (0.05, 0.5, 5.0)):
+        row = [TITLES.get(name, name), f"{epsilon:g}"]
+        for (ours, theirs), m in itertools.product(PARTS_OF_XCAL.values(), ("macro_f1", "auroc")):
+            gains = np.array(
+                [
+                    found[name, epsilon, ours, s][m] - found[name, epsilon, theirs, s][m]
+                    for s in seeds
+                ]
+            )
+            row.append(f"{gains.mean():+.3f} ± {wide * gains.std(ddof=1):.3f}".replace("-", "−"))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _told(value: Any) -> str:
+    return f"{value[0]}-{value[-1]}" if isinstance(value, list) else f"{value:g}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["extract", "run", "table"])
+    parser.add_argument("what", choices=["extract", "run", "table", "parts"])
     parser.add_argument("sets", nargs="*")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--pixels", type=int, default=PIXELS)
     parser.add_argument("--looks", type=int, default=8, help="views to compute, at most")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[0.05, 0.5, 5.0])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--arms", nargs="+", help="only these levers")
+    parser.add_argument("--levers", nargs="+", help="only these")
+    parser.add_argument(
+        "--stored",
+        type=Path,
+        nargs=2,
+        help="features that a study kept in XCAL_FEATURES, of averages and of maps, in place of"
+        " extracted ones: `xcal` and what is shown beside it",
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = data_root() / "levers"
@@ -628,8 +964,11 @@ def main() -> None:
             extract(name, given.weights, folder, given.pixels, given.looks)
     elif given.what == "run":
         for name, epsilon in itertools.product(given.sets, given.epsilon):
-            for label in given.arms or arms(name):
-                run(folder, name, epsilon, label, given.seeds)
+            whole = stored(name, *given.stored) if given.stored else None
+            for label in given.levers or levers(name, epsilon):
+                run(folder, name, epsilon, label, given.seeds, whole)
+    elif given.what == "parts":
+        print(parts_table())
     else:
         (RESULTS / "half.md").write_text(table(folder))
         print(table(folder))
