@@ -269,7 +269,7 @@ def stored(name: str, read: Path, maps: Path) -> Set:
         def missing(_: NDArray[np.int64]) -> Tensor:
             raise RuntimeError(f"{folder} does not have all images of {name}")
 
-        backbone = folder.name.removesuffix("-32")
+        backbone = folder.name.split("-32")[0]
         return FeatureStore(folder.parent).rows(
             backbone, pixels, 1.0, torch.zeros(1, *shape), missing
         )
