@@ -1,5 +1,8 @@
 """What the first edition wrote still opens, verifies and resumes, to the same bits.
 
+Bits are those of a processor: torch rounds in another order on another kind. There the models are
+the same to the first digits, and a step that was paid for before the kill is not replayed.
+
 The archive was written by version 0.1.0 before names changed: an experiment file, a finished run, a
 run and a federation of two client folders killed in the middle of a round, and two bare ledgers.
 """
@@ -11,6 +14,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from commands import xcal_forked
 from support import ROOT
@@ -31,12 +36,34 @@ def old(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def trained_again(old: Path) -> bool:
+    """The archive's experiment file, trained here: whether this processor gives the same bits.
+
+    Of all its words one has another meaning today: `xcal` moved noise in time then.
+    """
+    words = ["--set", "method=xcal", "--set", "steering=signal"]
+    done = xcal_forked("run", "trial.toml", *words, "--out", "again", cwd=old)
+    assert done.returncode == 0, done.stdout + done.stderr
+    was, now = (old / name / "model.safetensors" for name in ("done-xcal", "again"))
+    first, second = load_file(was), load_file(now)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.allclose(value, second[name], rtol=0.0, atol=0.05)
+    return was.read_bytes() == now.read_bytes()
+
+
 @pytest.mark.parametrize("run", sorted(MODELS))
 def test_a_run_killed_in_mid_round_goes_on_to_the_same_model(old: Path, run: str) -> None:
+    same_bits = trained_again(old)
     done = xcal_forked("run", "--resume", run, cwd=old)
-    assert done.returncode == 0, done.stdout + done.stderr
-    model = (old / run / "model.safetensors").read_bytes()
-    assert hashlib.sha256(model).hexdigest() == MODELS[run]
+    if same_bits or run == "half-sites":  # killed between two steps: nothing is replayed
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        assert done.returncode == 2
+        assert "paid for with other inputs" in done.stderr
+    if same_bits:
+        model = (old / run / "model.safetensors").read_bytes()
+        assert hashlib.sha256(model).hexdigest() == MODELS[run]
     for ledger in ["site-0", "site-1"] if run == "half-sites" else [run]:
         done = xcal_forked("ledger", "verify", ledger, cwd=old)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -52,15 +79,6 @@ def test_a_finished_run_opens(old: Path) -> None:
     for words in (["run", "--resume", "done-xcal"], ["ledger", "verify", "done-xcal"]):
         done = xcal_forked(*words, cwd=old)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_an_experiment_file_trains_the_same_model(old: Path) -> None:
-    """Of all its words one has another meaning today: `xcal` moved noise in time then."""
-    words = ["--set", "method=xcal", "--set", "steering=signal"]
-    done = xcal_forked("run", "trial.toml", *words, "--out", "again", cwd=old)
-    assert done.returncode == 0, done.stdout + done.stderr
-    was, now = (old / name / "model.safetensors" for name in ("done-xcal", "again"))
-    assert was.read_bytes() == now.read_bytes()
 
 
 def test_a_bare_ledger_still_refuses_what_it_cannot_pay(old: Path) -> None:

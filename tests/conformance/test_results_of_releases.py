@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 import xcal
+import xcal.dp.distributed
 import xcal.dp.mechanism
 from method_cases import BASE, CASES
 from support import TINY, tiny
 from xcal.audit.one_client import train_one_client
 from xcal.config import Experiment
 from xcal.dp.clipping import ClippingEngine
+from xcal.dp.distributed import DistributedGrid, Part
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of
 from xcal.dp.noise import NoiseKey, SecureNoise
 from xcal.experiments import make_experiment
@@ -81,6 +83,13 @@ class Seen:
         self.released.append((key, scale))
         return scale * math.sin(next(self._numbers))
 
+    def whole(
+        self, value: Tensor | float, part: Part, grid: DistributedGrid, _: Any, key: NoiseKey
+    ) -> Any:
+        deviation = grid.scale / grid.fineness(part)
+        self.released.append((key, deviation))
+        return deviation * np.random.default_rng(next(self._numbers)).standard_normal(part.size)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         real = ClippingEngine.clipped_sum
@@ -92,6 +101,7 @@ class Seen:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(xcal.dp.mechanism, "release_tensors", self.tensors)
             patch.setattr(xcal.dp.mechanism, "release_scalar", self.scalar)
+            patch.setattr(xcal.dp.distributed, "release_whole", self.whole)
             patch.setattr(ClippingEngine, "clipped_sum", clipped_sum)
             yield
 

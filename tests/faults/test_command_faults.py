@@ -205,13 +205,13 @@ def test_old_site_restored(place: Place) -> None:
     """Ledger and head agree: the head that traveled with the replies tells."""
     shutil.rmtree(place.sites[0])
     shutil.copytree(place.folder / "old", place.sites[0])
-    refused(place, place.resume_words(), "is shorter than")
+    refused(place, place.resume_words(), "is older than what")
 
 
 def test_ledger_of_another_population(place: Place) -> None:
     for name in ("ledger.sqlite", "ledger.head"):
         shutil.copy(place.sites[1] / name, place.sites[0] / name)
-    refused(place, place.resume_words(), "is not the one")
+    refused(place, place.resume_words(), "or another")
 
 
 def test_ledger_from_the_future(place: Place) -> None:

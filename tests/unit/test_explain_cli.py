@@ -66,7 +66,7 @@ def test_panel_writes_its_picture(call, run: Path, tmp_path: Path) -> None:
     code, out, _ = call("panel", run, "--images", "2")
     assert code == 0 and "panel.png" in out
     with Image.open(tmp_path / "panel.png") as drawn:
-        assert drawn.width > drawn.height > 200
+        assert drawn.height > drawn.width > 200  # two images, a row each
 
 
 @pytest.mark.parametrize(
