@@ -17,6 +17,7 @@ from xcal.errors import UserError
 from xcal.first_edition import BEFORE_THE_KEY, FIRST_EDITION, RENAMED
 
 # Bounds that nobody meets on purpose: beyond them float32 overflows or lists outgrow the memory.
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -143,8 +144,8 @@ class Experiment(BaseModel):
         None, "sites with ledgers of their own, one a client", travels=False
     )
     # the guarantee
-    epsilon: float = key(5.0, "target ε over all rounds", travels=True)
-    delta: float = key(1e-5, "target δ", travels=True)
+    epsilon: Finite = key(5.0, "target ε over all rounds", travels=True)
+    delta: Finite = key(1e-5, "target δ", travels=True)
     accountant: Literal["auto", "renyi"] = key(
         "auto",
         "auto: privacy-loss distributions where a method's noise is fixed beforehand,"
