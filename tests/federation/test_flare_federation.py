@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from federation.flare_support import LONG, SITES, VIEWER, Federation, Relay, tls_records
-from xcal.dp.ledger.rows import read_rows
+from xcal.dp.ledger.rows import read_rows, runs_of, verify
 from xcal.experiments import load_experiment
 from xcal.federation.folder import RunFolder
 from xcal.federation.inventory import INVENTORY
@@ -92,6 +92,23 @@ def test_sites_send_inventoried_fields_only(federation: Federation) -> None:
         for message in sent:
             known = {f.name for f in INVENTORY if f.is_in(message["kind"])}
             assert set(message["fields"]) <= known
+
+
+def test_discrete_noise_equals_the_local_engine(federation: Federation, tmp_path: Path) -> None:
+    words = ["method=fl-dp", "noise_kind=discrete", "rounds=2", "epsilon=2.0", "delta=1e-4"]
+    federation.submit("discrete", *(word for pair in words for word in ("--set", pair)))
+    assert "FINISHED:COMPLETED" in federation.wait_end("discrete")
+    fetched = federation.fetch("discrete")
+    experiment, given = load_experiment(federation.experiment, words)
+    folder = RunFolder.create(tmp_path / "local", experiment, sorted(given))
+    run_experiment(folder)
+    for name in ("model.safetensors", "trace.jsonl", "plans.json"):
+        assert (fetched / name).read_bytes() == (folder.path / name).read_bytes(), name
+    for site in SITES:
+        ledger = federation.site_dir(site) / "ledger.sqlite"
+        assert verify(ledger).ok
+        kinds = {r.method: r.noise_kind for r in runs_of(read_rows(ledger)).values()}
+        assert kinds["fl-dp"] == "discrete"
 
 
 def test_a_request_beyond_a_sites_policy_is_refused(federation: Federation) -> None:
