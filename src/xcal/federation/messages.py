@@ -579,9 +579,9 @@ def _disclosure(found: _Fields) -> Disclosure:
 
 def _exact(found: _Fields) -> tuple[tuple[int | None, ...], int]:
     counts, floor = found.take("counts", list), found.count("floor")
-    if len(counts) > MAX_TABLE or floor < 1:
+    if len(counts) > MAX_TABLE or not 1 <= floor < 2**31:
         raise _malformed("its counts are too many, or have no floor")
-    if any(c is not None and not (type(c) is int and floor <= c < 2**63) for c in counts):
+    if any(c is not None and not (type(c) is int and floor <= c < 2**31) for c in counts):
         raise _malformed("its counts are not numbers from its floor on")
     return tuple(counts), floor
 
