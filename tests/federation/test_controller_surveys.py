@@ -71,8 +71,9 @@ def events(tmp_path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_counts_a_run_and_what_its_sites_send(tmp_path: Path) -> None:
-    for client in range(3):
-        tiny_site(tmp_path, client, **(ALLOWED if client else {}))
+    counts = {k: v for k, v in ALLOWED.items() if "statistics" in k} | {"evaluation_floor": 5}
+    for client, terms in enumerate(({}, ALLOWED, counts)):
+        tiny_site(tmp_path, client, **terms)
     left = run_job(tmp_path, "before", statistics=[1.0, 1e-4])
     found = json.loads((left / "statistics.json").read_text())
     assert set(found["sites"]) == {"1", "2"}
@@ -81,6 +82,7 @@ def test_counts_a_run_and_what_its_sites_send(tmp_path: Path) -> None:
     assert json.loads((left / "outcome.json").read_text())["ok"] is True
     told = json.loads((left / "evaluations.json").read_text())
     assert told["sites"]["0"] is None and told["sites"]["1"]["epsilon"] == 2.0
+    assert set(told["exact"]) == {"2"} and told["exact"]["2"]["floor"] == 5
     said = [(e["event"], e.get("run")) for e in events(tmp_path)]
     assert said == [
         ("began", "before"),

@@ -166,7 +166,8 @@ def _disclosed(site: SiteDirectory, asked: Request | StatisticsRequest) -> Discl
 def _told(site: SiteDirectory, disclosure: Disclosure) -> bytes:
     data = encode_disclosure(disclosure)
     site.log_message("sent", "disclosure", fields_of(data))
-    note(site.path, "disclosed", run=disclosure.run, tables=sorted(disclosure.tables))
+    exact = {} if disclosure.floor is None else {"exact_counts_from": disclosure.floor}
+    note(site.path, "disclosed", run=disclosure.run, tables=sorted(disclosure.tables), **exact)
     return data
 
 

@@ -24,7 +24,9 @@ from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
 from xcal.dp.ledger.rows import Head, check_head, read_rows, terms_of, verify
 from xcal.errors import UserError
 from xcal.federation.disclosure import is_own
+from xcal.federation.exact_counts import FILE, counts_sent, sent_text
 from xcal.federation.files import read_json
+from xcal.federation.policy import site_file
 from xcal.federation.site_directory import SiteDirectory
 from xcal.federation.site_identity import KEY as KEY
 from xcal.federation.site_identity import site_key
@@ -65,9 +67,29 @@ def facts_of(site: SiteDirectory) -> dict[str, Any]:
             {**run, "recipients": "this site alone" if is_own(run["run"]) else recipients}
             for run in spending(rows)
         ],
+        "exact": _exact(site.path),
+        "held_out": _held_out(site),
         "head": {"rows": len(rows), "hash": rows[-1].hash},
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _exact(site_dir: Path) -> list[dict[str, Any]]:
+    """The runs whose counts of held-out people left without noise."""
+    return [{k: getattr(one, k) for k in ("run", "floor", "time")} for one in counts_sent(site_dir)]
+
+
+def _held_out(site: SiteDirectory) -> str:
+    """What left of those who are not trained on, and what may."""
+    policy = site.policy
+    told = sent_text(counts_sent(site.path)) or "nothing was sent of them but what the ledger has"
+    if not policy.evaluation_floor:
+        return told
+    most = policy.evaluation_tables
+    return (
+        f"{told}. The policy sends such counts of {most} run{'s' * (most > 1)} in all, each below"
+        f" {policy.evaluation_floor} withheld"
+    )
 
 
 def _left(life: dict[str, Any]) -> str:
@@ -155,6 +177,11 @@ def check_against(page: Checked, ledger: Path) -> None:
         found = [{k: v for k, v in run.items() if k != "honest"} for run in found]
     if json.loads(json.dumps(found)) != told:
         raise UserError(f"The page tells other runs than the first {head.count} rows of {ledger}.")
+    sent, beside = facts.get("exact", []), ledger.parent
+    # A copy of the ledger alone knows nothing of them.
+    if (beside / FILE).exists() or site_file(beside).exists():
+        if _exact(beside)[: len(sent)] != sent:
+            raise UserError(f"The page tells of exact counts that {beside / FILE} does not have.")
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -169,6 +196,9 @@ _STYLE = (
 
 def _number(value: float | None, nothing: str = "∞") -> str:
     return nothing if value is None else f"{value:.4g}"
+
+
+_BUT = " It says nothing of held-out people, of whom the exact counts named above were sent."
 
 
 def _shared(run: dict[str, Any]) -> str:
@@ -217,6 +247,7 @@ def _page(facts: dict[str, Any], key: str) -> str:
         "Limit of the policy": f"({facts['policy']['epsilon']:g}, {facts['policy']['delta']:g})",
         "State": facts["state"],
         "Left": facts["left"],
+        "Held-out people": facts["held_out"],
         "Made": facts["made"],
     }
     listed = "".join(f"<dt><b>{safe(k)}</b></dt><dd>{safe(v)}</dd>" for k, v in items.items())
@@ -229,7 +260,8 @@ def _page(facts: dict[str, Any], key: str) -> str:
         f"<h2>Runs</h2>\n<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>\n"
         "<p>The guarantee of a run is the (ε, δ) that it reserved, however little was spent; ∞ is"
         " no guarantee. It bounds what anybody who sees all that left the site can tell about one"
-        " protected unit, under the assumptions of docs/guarantee.md.</p>\n"
+        " protected unit, under the assumptions of docs/guarantee.md."
+        f"{_BUT if facts['exact'] else ''}</p>\n"
         f"<h2>Proof</h2>\n<p>The ledger's head: row {facts['head']['rows']}, <code>"
         f"{safe(facts['head']['hash'])}</code>. Signed with the site's Ed25519 key"
         f" <code>{key}</code>, to be compared with the site. To check: <code>xcal ledger verify"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +36,7 @@ from xcal.federation.site_directory import SiteDirectory
 
 Sums = Mapping[str, NDArray[np.float64]]
 CLASSES = "classes"
+STATISTICS = "statistics"  # the method of a run that is no training but such a question
 PERSONAL = "personal"
 NORM = 1.0  # how far one unit may move a table
 
@@ -95,7 +95,7 @@ def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosu
     return disclose(
         site,
         asked.run,
-        "statistics",
+        STATISTICS,
         unit=asked.unit,
         target=(asked.epsilon, asked.delta),
         units=site.about.units or units.n_units,
@@ -134,7 +134,7 @@ def disclose(
         epsilon, delta = target
         made = calibrate_fixed(epsilon, delta, 1.0, 1)
         by_count = made.accountant == "pld"
-        name = run if what == "statistics" else own_name(run, what)
+        name = run if what == STATISTICS else own_name(run, what)
         noise = site.noise()
         terms = RunTerms(
             run=name,
@@ -201,7 +201,7 @@ def disclose(
             epsilon,
             delta,
         )
-        write_json(kept, {"asked": [unit, epsilon, delta, about], "answer": asdict(disclosure)})
+        write_json(kept, {"asked": [unit, epsilon, delta, about], "answer": disclosure.values()})
         return disclosure
 
 

@@ -17,8 +17,8 @@ class Field:
     name: str  # as `messages.fields_of` names it
     message: str  # reply, refusal, disclosure, introduction, several of them, or all
     what: str
-    kind: Literal["charged", "function of releases", "public"]
-    why: str  # the event that pays for it, or the reason why it is public
+    kind: Literal["charged", "function of releases", "public", "no guarantee"]
+    why: str  # the event that pays for it, or the reason why it is public or leaves without
 
     def is_in(self, kind: str) -> bool:
         """Whether messages of this kind have it."""
@@ -201,6 +201,16 @@ INVENTORY: tuple[Field, ...] = (
     Field("epsilon", "disclosure", "what the tables cost", "public", "the request, or the policy"),
     Field("delta", "disclosure", "what the tables cost", "public", "the request, or the policy"),
     Field(
+        "counts",
+        "disclosure",
+        "held-out people by true and predicted class, exactly, each count below `floor` as null;"
+        " only where the policy sends them",
+        "no guarantee",
+        "the owner's word (`evaluation_floor`): of people on whom nothing is trained, written down"
+        " before it leaves; the certificate names it",
+    ),
+    Field("floor", "disclosure", "the lowest count that is sent", "public", "the policy"),
+    Field(
         "units",
         "introduction",
         "number of units n",
@@ -238,7 +248,8 @@ INVENTORY: tuple[Field, ...] = (
 HEAD = """# What a client sends
 
 Made from `src/xcal/federation/inventory.py` by `python docs/make_messages.py`; a test compares it
-with the fields of the messages and with the log of a real run. A client's owner can withhold every
+with the fields of the messages and with the log of a real run. Only `counts`, which no owner sends
+unless they say so, has no guarantee. A client's owner can withhold every
 `report.` and `trace.` field but `client`, `units`, `halted`, `noise` and `add_remove` (`report` in
 `policy.toml`); a withheld field is sent as null. With `message_log = true` in `site.toml` a client
 writes names and sizes of all that it sends to `messages.jsonl`.

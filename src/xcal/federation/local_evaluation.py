@@ -1,8 +1,10 @@
 """Does it work here? A global model on a site's own held-out images; the numbers stay at the site.
 
 What is measured lies in `evaluation/RUN.json`, and `evaluation/RUN.html` shows it to clinicians.
-Nothing of it leaves, unless policy.toml gives `evaluation_epsilon`: then tables of the final model
-are charged to the site's ledger and sent with noise (`disclosure.py`).
+Nothing of it leaves, unless policy.toml says so. With `evaluation_epsilon` tables of the final
+model are charged to the site's ledger and sent with noise (`disclosure.py`); with
+`evaluation_floor` exact counts are sent, each below the floor withheld, without a guarantee
+(`exact_counts.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.explain.interval import mean_interval
 from xcal.federation.clinicians_page import write_page
-from xcal.federation.disclosure import Sums, disclose, one_hot, unit_sums
+from xcal.federation.disclosure import STATISTICS, Sums, disclose, one_hot, unit_sums
 from xcal.federation.evaluation import Predictions, predict
+from xcal.federation.exact_counts import check_not_sent, mean_f1, send_counts
 from xcal.federation.exchange import Weights, load_weights
 from xcal.federation.files import own_folder, read_json, write_json
 from xcal.federation.held_out import HeldOut, held_out
 from xcal.federation.loaded_site import torch_threads
 from xcal.federation.logbook import note, now
-from xcal.federation.messages import Disclosure, Request, frozen_digest
+from xcal.federation.messages import EDITIONS, Disclosure, Request, frozen_digest
 from xcal.federation.personal_head import head_of_its_own
 from xcal.federation.policy import admit_experiment
 from xcal.federation.request_refusals import Refused, naming
@@ -174,9 +177,11 @@ def answer_final(site: SiteDirectory, asked: Request) -> Disclosure:
     silent = Disclosure(site.name, asked.run, {})
     if asked.client != site.name:
         raise Refused("wrong-client", f"The request is for {asked.client!r}.")
-    if asked.run not in runs_of(read_rows(site.ledger_path)):
+    paid = runs_of(read_rows(site.ledger_path)).get(asked.run)
+    if paid is None or paid.method == STATISTICS:
         raise Refused("round-not-own", f"This site took no part in the run {asked.run!r}.")
-    if about.evaluate == "never" and not about.personal and not policy.evaluation_epsilon:
+    sends = policy.evaluation_epsilon or policy.evaluation_floor
+    if about.evaluate == "never" and not about.personal and not sends:
         return silent
     with naming("experiment-invalid"):
         experiment = site.experiment(asked.experiment, asked.initial_seed)
@@ -191,6 +196,8 @@ def answer_final(site: SiteDirectory, asked: Request) -> Disclosure:
         sent = silent
         if policy.evaluation_epsilon:
             sent = _sent(site, asked, measured)
+        elif policy.evaluation_floor:
+            sent = _sent_exactly(site, experiment, asked, measured) or silent
         if about.personal:
             _personal(site, experiment, asked.run, asked.weights, last)
     return sent
@@ -207,7 +214,25 @@ def _personal(
         note(site.path, "no-personal-head", run=run, detail=str(error)[:2000])
 
 
+def _sent_exactly(
+    site: SiteDirectory, experiment: Experiment, asked: Request, measured: Measured
+) -> Disclosure | None:
+    if asked.edition and not EDITIONS[asked.edition].reads_counts:
+        detail = f"a server of {asked.edition} does not read exact counts"
+        note(site.path, "not-disclosed", run=asked.run, detail=detail)
+        return None
+    return send_counts(
+        site,
+        experiment,
+        asked.run,
+        digest_tensors(sorted(asked.weights.items())),
+        measured.held,
+        measured.predictions.probabilities,
+    )
+
+
 def _sent(site: SiteDirectory, asked: Request, measured: Measured) -> Disclosure:
+    check_not_sent(site, asked.run)
     images, answers = measured.held.images, measured.predictions
     classes, unit = len(measured.held.classes), site.policy.unit
     table = UnitTable.of(unit, images.groups)
@@ -244,13 +269,10 @@ def read_sent(sent: Disclosure, classes: int) -> dict[str, Any]:
         raise UserError(f"{sent.client} sent tables of another shape.")
     counts = np.maximum(np.array(sent.tables["confusion"]).reshape(classes, classes), 0.0)
     total = max(float(counts.sum()), 1e-9)
-    hits, true, said = np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)
-    there = true + said > 0
-    f1 = 2 * hits[there] / (true + said)[there]
     gaps = np.abs(np.array(sent.tables["calibration"])).sum()
     return {
-        "macro_f1": float(f1.mean()) if there.any() else None,
-        "accuracy": float(hits.sum() / total),
+        "macro_f1": mean_f1(counts),
+        "accuracy": float(np.trace(counts) / total),
         "calibration_error": float(gaps / total),
         "units": total,
         "noise": sent.noise,

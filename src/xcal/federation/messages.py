@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 import safetensors
@@ -54,13 +54,16 @@ class Edition:
         default_factory=dict
     )  # of keys whose default is another now
     unknown: frozenset[str] = frozenset()  # keys that it does not know
+    reads_counts: bool = True  # whether its servers understand exact counts
 
 
 # The minor versions that are spoken here, as server and as site. A key that is added or gets
 # another default makes a new minor version, and the old one's entry says what it lacks.
 EDITIONS: dict[str, Edition] = {
     "0.1": Edition(
-        {"pool_views": "none"}, unknown=frozenset({"cover", "noise_kind", "steering", "whiten"})
+        {"pool_views": "none"},
+        unknown=frozenset({"cover", "noise_kind", "steering", "whiten"}),
+        reads_counts=False,
     ),
     "0.2": Edition(),
 }
@@ -86,6 +89,7 @@ class Request:
     final: bool = False  # the run is over: these are its model's weights, and nothing is trained
     keys: bool = False  # asks for the key that hides the client's part of sums, and for no training
     sum: SumRequest | None = None  # the round is one masked sum
+    edition: str = field(default="", compare=False)  # in whose words it came; "": it did not travel
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,10 @@ class StatisticsRequest:
 
 @dataclass(frozen=True)
 class Disclosure:
-    """A client's answer that is no training: tables with noise, or nothing where none are sent."""
+    """A client's answer that is no training: tables with noise, or exact counts above a floor.
+
+    Nothing of both where the policy sends none.
+    """
 
     client: str
     run: str
@@ -111,6 +118,14 @@ class Disclosure:
     noise: float | None = None  # the deviation on every entry
     epsilon: float | None = None
     delta: float | None = None
+    # People by true and predicted class, row by row; None: fewer than `floor`. Without guarantee.
+    counts: tuple[int | None, ...] | None = None
+    floor: int | None = None
+
+    def values(self) -> dict[str, Any]:
+        """Its fields; those of exact counts only where there are some, as before there were any."""
+        exact = {} if self.counts is None else {"counts": list(self.counts), "floor": self.floor}
+        return {**{f: getattr(self, f) for f in ("client", "run", "tables", *_TERMS)}, **exact}
 
 
 @dataclass(frozen=True)
@@ -247,7 +262,7 @@ def encode_introduction(introduction: Introduction) -> bytes:
 
 
 def encode_disclosure(disclosure: Disclosure) -> bytes:
-    return _encode("disclosure", asdict(disclosure), {})
+    return _encode("disclosure", disclosure.values(), {})
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -440,6 +455,7 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
         final=kind == "final",
         keys=kind == "keys",
         sum=_sum(found, run, round_number) if found.has("sum") else None,
+        edition=edition,
     )
     digest = found.digest("weights_hash")
     found.end()
@@ -534,6 +550,7 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
     return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
 
 
+_TERMS = ("noise", "epsilon", "delta")
 MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
 
 
@@ -549,13 +566,24 @@ def _disclosure(found: _Fields) -> Disclosure:
         found.name("client"),
         found.name("run"),
         {str(k): tuple(map(float, v)) for k, v in tables.items()},
-        *terms,
+        noise=terms[0],
+        epsilon=terms[1],
+        delta=terms[2],
     )
+    if found.has("counts") and not tables:
+        counts, floor = _exact(found)
+        made = replace(made, counts=counts, floor=floor)
     found.end()
     return made
 
 
-_TERMS = ("noise", "epsilon", "delta")
+def _exact(found: _Fields) -> tuple[tuple[int | None, ...], int]:
+    counts, floor = found.take("counts", list), found.count("floor")
+    if len(counts) > MAX_TABLE or not 1 <= floor < 2**31:
+        raise _malformed("its counts are too many, or have no floor")
+    if any(c is not None and not (type(c) is int and floor <= c < 2**31) for c in counts):
+        raise _malformed("its counts are not numbers from its floor on")
+    return tuple(counts), floor
 
 
 def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure | Introduction:

@@ -121,15 +121,41 @@ class PartitionRecord:
             " give every site a data set of its own.",
         )
 
+    def check_never_had(self, site_dir: Path, held: Images) -> None:
+        """Refuse held-out images that the site's ledger may have been charged for, split otherwise.
+
+        `self`: its training images now. A ledger kept per image names no single ones: only the same
+        images as then will do.
+        """
+        self.check_remembered(site_dir)
+        known = recorded_partition(site_dir)
+        if known is None:
+            return
+        if known.members is None and known.images != self.images:
+            raise Refused(
+                "data",
+                f"The training images of the site {site_dir} are not those that its ledger was"
+                " first charged for, so that nobody knows whether held-out ones were among them:"
+                " restore the data set as it was, or send tables with noise (evaluation_epsilon).",
+            )
+        trained = sum(_digest(name) in (known.members or {}) for name in held.ids.tolist())
+        if trained:
+            raise Refused(
+                "data",
+                f"The ledger of the site {site_dir} was charged for {trained} of the images that"
+                " are held out now: split the data set as it was.",
+            )
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
 
 def _members(images: Images) -> dict[str, int]:
     """By the digest of its name, the group of each image, numbered in the order of names."""
     numbers: dict[int, int] = {}
     pairs = sorted(zip(images.ids.tolist(), images.groups.tolist(), strict=True))
-    return {
-        hashlib.sha256(name.encode()).hexdigest()[:32]: numbers.setdefault(group, len(numbers))
-        for name, group in pairs
-    }
+    return {_digest(name): numbers.setdefault(group, len(numbers)) for name, group in pairs}
 
 
 def _regrouped(known: Mapping[str, int], now: Mapping[str, int]) -> bool:

@@ -21,6 +21,8 @@ from xcal.first_edition import RENAMED
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
+LEAST_FLOOR = 5  # of exact counts of held-out people
+
 # Without these an answer is none; everything else in a report is the owner's choice.
 ALWAYS_REPORTED = ("client", "units", "halted", "noise", "add_remove")
 REPORTABLE = (
@@ -70,6 +72,16 @@ class Policy(BaseModel):
         " 0: it stays here",
     )
     evaluation_delta: NotNegative = Field(0.0, description="δ of sending it")
+    evaluation_floor: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="instead of noise: exact counts of held-out people by true and predicted class"
+        " are sent, each below this floor withheld; no guarantee covers these people. 0: never",
+    )
+    evaluation_tables: Annotated[int, Field(ge=1)] = Field(
+        1,
+        description="of how many runs such counts are sent in all: the difference of two tables"
+        " tells of single people",
+    )
     personal_epsilon: NotNegative = Field(
         0.0, description="ε of a head of this site's own per run, where site.toml says personal"
     )
@@ -130,6 +142,16 @@ def read_policy(path: Path) -> Policy:
             raise UserError(
                 f"{what}_epsilon and {what}_delta in {path} go together: set both, or neither."
             )
+    if 0 < policy.evaluation_floor < LEAST_FLOOR:
+        raise UserError(
+            f"evaluation_floor = {policy.evaluation_floor} in {path} would show counts of very few"
+            f" people: {LEAST_FLOOR} is the least, and 0 sends none."
+        )
+    if policy.evaluation_floor and policy.evaluation_epsilon:
+        raise UserError(
+            f"evaluation_floor and evaluation_epsilon in {path} exclude each other, exact counts or"
+            " tables with noise: set one of them."
+        )
     return policy
 
 
@@ -239,6 +261,16 @@ def looser_than_recommended(policy: Policy) -> list[str]:
         found.append(f"delta_total = {policy.delta_total:g} is high: stay below 1/units.")
     if policy.sigma_min < 0.3:
         found.append(f"sigma_min = {policy.sigma_min:g} lets single steps through almost bare.")
+    if policy.evaluation_floor:
+        found.append(
+            f"evaluation_floor = {policy.evaluation_floor} sends exact counts of held-out people,"
+            " whom no guarantee then covers (ε = ∞): evaluation_epsilon sends them with noise."
+        )
+        if policy.evaluation_tables > 1:
+            found.append(
+                f"evaluation_tables = {policy.evaluation_tables}: the difference of two exact"
+                " tables tells of the few people whom two models answer differently."
+            )
     for name in (*policy.methods, *policy.networks):
         if ":" in name:
             found.append(f"{name!r} is code of your own: be sure what it does.")

@@ -18,6 +18,7 @@ from xcal.dp.ledger.head import check_clock
 from xcal.dp.ledger.rows import Row, check_head, covers, read_rows, runs_of, terms_of, verify
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
+from xcal.federation.exact_counts import counts_sent, sent_text
 from xcal.federation.files import read_tensors
 from xcal.federation.held_out import held_out
 from xcal.federation.loaded_site import remembered_head
@@ -48,6 +49,7 @@ def check_site(site_dir: SiteDirectory) -> list[Finding]:
         *_memory(site_dir),
         *check_data(site_dir),
         *_policy(site_dir),
+        *_exact(site_dir),
         *_roster(site_dir),
         *_modes(site_dir),
     ]
@@ -178,7 +180,8 @@ def _declaration(site_dir: SiteDirectory, images: Images) -> Finding:
 def _held_out(site_dir: SiteDirectory) -> list[Finding]:
     """Whether what it holds out can be measured, and a head of its own be paid for."""
     about, policy, found = site_dir.about, site_dir.policy, []
-    if about.evaluate != "never" or about.personal or policy.evaluation_epsilon:
+    sends = policy.evaluation_epsilon or policy.evaluation_floor
+    if about.evaluate != "never" or about.personal or sends:
         held = held_out(site_dir, None)
         text = f"held out: {len(held.images)} {about.evaluate_on} images"
         known = f"of {len(np.unique(held.images.groups))} {held.who}s, none of whom is trained on"
@@ -188,6 +191,9 @@ def _held_out(site_dir: SiteDirectory) -> list[Finding]:
                 "ok" if held.apart else "warning", text + (f" {known}" if held.apart else unknown)
             )
         )
+        if policy.evaluation_floor and not held.apart:
+            told = "evaluation_floor in policy.toml needs data that say of every image whose it is"
+            found.append(Finding("problem", f"{told}: import them with --group-column"))
     if about.personal and not policy.personal_epsilon:
         found.append(
             Finding("problem", "personal in site.toml needs personal_epsilon in policy.toml")
@@ -232,6 +238,20 @@ def _policy(site_dir: SiteDirectory) -> list[Finding]:
         Finding("warning", f"policy looser than recommended: {advice}")
         for advice in looser_than_recommended(site_dir.policy)
     ] or [Finding("ok", "policy: no looser than recommended")]
+
+
+def _exact(site_dir: SiteDirectory) -> list[Finding]:
+    """What left of held-out people without noise; and whether a further run's counts would."""
+    policy = site_dir.policy
+    try:
+        sent = counts_sent(site_dir.path)
+    except UserError as error:
+        return [Finding("problem", str(error))]
+    found = [Finding("warning", sent_text(sent))] if sent else []
+    if policy.evaluation_floor and len(sent) >= policy.evaluation_tables:
+        told = f"evaluation_tables = {policy.evaluation_tables} in policy.toml is used up"
+        found.append(Finding("ok", f"{told}: no further run's counts are sent"))
+    return found
 
 
 def _modes(site_dir: SiteDirectory) -> list[Finding]:

@@ -5,6 +5,7 @@
     ledger.sqlite    what its population has paid
     refusals.jsonl   what it refused, and why
     partition.json   which part of a data set it was first charged for
+    exact_counts.json  what left of held-out people without noise, if the policy sends that
     runs/            its answers, by run
     evaluation/      how models did on its own held-out images; heads of its own
 

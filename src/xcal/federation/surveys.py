@@ -15,6 +15,7 @@ from xcal.dp.calibration import check_target
 from xcal.errors import UserError
 from xcal.federation.coordinator import Carrier
 from xcal.federation.disclosure import CLASSES, label_shares
+from xcal.federation.exact_counts import read_counts
 from xcal.federation.files import write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local_evaluation import read_sent
@@ -91,12 +92,16 @@ def tell_final(folder: RunFolder, federation: Federation, carrier: Carrier) -> d
         carrier, experiment.rounds, run, messages, experiment.round_timeout
     )
     sites: dict[str, Any] = {}
+    exact: dict[str, Any] = {}  # apart: who reads `sites` may take all there for private
     for client, sent in told.items():
         try:
-            sites[client] = read_sent(sent, classes) if sent.tables else None
+            if sent.counts is not None:
+                exact[client] = read_counts(sent, federation.data.classes)
+            else:
+                sites[client] = read_sent(sent, classes) if sent.tables else None
         except UserError:
             refused[client] = "malformed"
-    result = {"sites": sites, "refused": refused, "missing": missing}
+    result = {"sites": sites, "exact": exact, "refused": refused, "missing": missing}
     write_json(folder.path / EVALUATIONS, result)
     return result
 

@@ -168,7 +168,30 @@ def _run(run: RunState) -> list[str]:
                 ),
             )
         )
+    for site, exact in ((run.evaluations or {}).get("exact") or {}).items():
+        parts += _exact(site, exact)
     return parts
+
+
+def _exact(site: str, told: Mapping[str, Any]) -> list[str]:
+    """People by class as a site counted them, and what can be said where cells are withheld."""
+    floor, classes = told["floor"], told["classes"]
+    ends = [
+        f"{what} " + ("unknown" if told[key] is None else f"{told[key][0]:.3f}–{told[key][1]:.3f}")
+        for key, what in (("accuracy", "accuracy"), ("macro_f1", "macro F1"))
+    ]
+    rows = (
+        [name, *(f"< {floor}" if c is None else c for c in row)]
+        for name, row in zip(classes, told["counts"], strict=True)
+    )
+    title = f"On held-out patients of {site}: exact, no guarantee (ε = ∞) for held-out people"
+    people = f"{told['units'][0]} to {told['units'][1]} people"
+    text = f"{people} by true (row) and predicted class, least and most: {', '.join(ends)}."
+    return [
+        f"<h3>{safe(title)}</h3>",
+        f"<p>{safe(text)}</p>",
+        table_html(["is", *(f"called {name}" for name in classes)], rows),
+    ]
 
 
 def _short(value: float | None) -> str:
