@@ -19,6 +19,7 @@ from xcal.errors import UserError
 
 # torch's own bookkeeping in a module's __dict__; parameters are what trains, and may change.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 class DependentNetwork(UserError):
@@ -39,6 +40,21 @@ def _values(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, "None"
 
 
+def _fingerprint(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    array = value.detach().cpu().contiguous()
+    state = hashlib.sha256(f"{array.shape}{array.dtype}".encode())
+    state.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return all(type(one) in _PLAIN for one in value)
+    return type(value) in _PLAIN
+
+
 def remembered(network: nn.Module) -> dict[str, str]:
     """A fingerprint of everything that a network could remember an image in, by name.
 
@@ -47,15 +63,14 @@ def remembered(network: nn.Module) -> dict[str, str]:
     """
     found = {}
     for path, module in named_modules(network):
-        attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
-        for name, value in _values(path, {**module._buffers, **attributes}):
-            if isinstance(value, Tensor):
-                array = value.detach().cpu().contiguous()
-                state = hashlib.sha256(f"{array.shape}{array.dtype}".encode())
-                state.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
-                found[name] = state.hexdigest()
-            else:
+        for key, value in (*module._buffers.items(), *vars(module).items()):
+            if key in _INTERNAL:
+                continue
+            name = f"{path}[{key!r}]"
+            if _is_plain(value):  # nearly all, and this is asked after every step
                 found[name] = repr(value)
+            else:
+                found.update((n, _fingerprint(one)) for n, one in _values(name, value))
     return found
 
 

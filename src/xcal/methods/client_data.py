@@ -24,6 +24,7 @@ from xcal.models.backbone import Split
 # Always the same neighbors: what the beginning makes of an image is then the same to the bit,
 # whichever step asks first, also after a resume. Beside any neighbors it is where `rows` is given.
 _BLOCK = 32
+_FIRST: dict[tuple[str, int], Tensor] = {}  # by backbone and side of the images
 
 
 class Inputs:
@@ -64,7 +65,7 @@ class Inputs:
         if self._kept is not None and self._kept.serves(digest, rows):
             self._kept.split = split  # the same weights in a network built anew
             return True
-        one, count = self._first(split), self._count(views)
+        one, count = self._first(split, digest), self._count(views)
         if self._store is not None and count == len(self._pixels):
             found = self._stored(self._store, split, digest, one)
             made = np.ones(1, dtype=bool)  # one block of all
@@ -90,11 +91,16 @@ class Inputs:
         """Whether all that `split` makes, of all the views that steps may ask for, fits."""
         if not len(self._pixels):
             return False
-        one = self._first(split)
+        one = self._first(split, split.digest())
         return self._count(views) * one.numel() * one.element_size() <= megabytes * 2**20
 
-    def _first(self, split: Split) -> Tensor:
-        return split.begin(self.pictures(np.zeros(1, np.int64), np.zeros(1, np.int64)))
+    def _first(self, split: Split, digest: str) -> Tensor:
+        """Zeros of the shape and type of what `split` makes of one image."""
+        like = digest, self._pixels.shape[1]
+        if like not in _FIRST:
+            zero = np.zeros(1, np.int64)
+            _FIRST[like] = torch.zeros_like(split.begin(self.pictures(zero, zero)))
+        return _FIRST[like]
 
     def _count(self, views: int) -> int:
         return (len(self._views) if views > 1 else 1) * len(self._pixels)

@@ -31,7 +31,7 @@ from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.methods.client_data import Batch, LocalData
-from xcal.models.backbone import Split
+from xcal.models.backbone import Split, kept_digest
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -199,7 +199,8 @@ class StepContext:
     def frozen(self) -> str:
         """Digest of what no step of this round changes."""
         fixed = [(n, p) for n, p in named_parameters(self.model) if not p.requires_grad]
-        return digest_tensors(fixed)
+        tensors: list[Tensor] = [p for _, p in fixed]
+        return kept_digest("frozen", tensors, lambda: digest_tensors(fixed))
 
     @property
     def rate(self) -> float:
