@@ -23,7 +23,13 @@ from xcal.dp.account import Account
 from xcal.dp.accounting import joint_sigma
 from xcal.dp.discrete import LARGEST_SCALE, LEAST_SCALE
 from xcal.dp.ledger.rows import Release
-from xcal.dp.mechanism import ChargedStep, Mechanism, ReleasedTensors, UnchargedRelease
+from xcal.dp.mechanism import (
+    ChargedStep,
+    Mechanism,
+    ReleasedTensors,
+    UnchargedRelease,
+    check_charged,
+)
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.errors import UserError
 
@@ -225,11 +231,8 @@ class ChargedWhole(ChargedStep):
         self._take(name, None, None)
         part = next(p for p in grid.parts if p.name == name)
         # What is recorded has room for rounding: that is not the step's to use.
-        if sensitivity is not None and not sensitivity <= part.sensitivity:
-            raise UnchargedRelease(
-                f"A step was charged for {name!r} at a sensitivity of {part.sensitivity:g}, and"
-                f" one unit may move it by {sensitivity:g}."
-            )
+        if sensitivity is not None:
+            check_charged(name, part.sensitivity, sensitivity)
         return part
 
     def release_scalar(self, name: str, value: float) -> float:
@@ -319,11 +322,6 @@ class ChargedShare(ChargedStep):
         assert grid is not None
         for part in grid.parts:
             self._take(part.name, None, None)
-            if not sensitivities[part.name] <= part.sensitivity:
-                raise UnchargedRelease(
-                    f"A step was charged for {part.name!r} at a sensitivity of"
-                    f" {part.sensitivity:g}, and one unit may move it by"
-                    f" {sensitivities[part.name]:g}."
-                )
+            check_charged(part.name, part.sensitivity, sensitivities[part.name])
         whole = grid.round(values)
         return whole + self._noise.discrete_normals(self._key("share"), grid.size, grid.scale)

@@ -28,6 +28,15 @@ class UnchargedRelease(UserError):
     """A step of a private method drew, released or trained without a charge that covers it."""
 
 
+def check_charged(name: str, sensitivity: float, moved: float) -> None:
+    """Refuse what one unit may move by more than was charged for."""
+    if not moved <= sensitivity:
+        raise UnchargedRelease(
+            f"A step was charged for {name!r} at a sensitivity of {sensitivity:g}, and one unit"
+            f" may move it by {moved:g}."
+        )
+
+
 class Units(Protocol[Drawn]):
     """What units are drawn from."""
 
@@ -135,11 +144,8 @@ class ChargedStep:
         release = self._left.pop(name, None)
         if release is None:
             raise UnchargedRelease(f"A step released {name!r} without, or beyond, its charge.")
-        if sensitivity is not None and sensitivity > release.sensitivity:
-            raise UnchargedRelease(
-                f"A step was charged for {name!r} at a sensitivity of {release.sensitivity:g}, and"
-                f" one unit may move it by {sensitivity:g}."
-            )
+        if sensitivity is not None:
+            check_charged(name, release.sensitivity, sensitivity)
         if noise is None:
             return release
         if not noise >= release.noise:
