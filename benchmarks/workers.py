@@ -2,8 +2,9 @@
 
     python benchmarks/workers.py [--quick]
 
-Defaults of an experiment at 32 pixels, measuring between rounds included. Two numbers a federation:
-the ratio of wall times, which neighbors on the machine move, and that of processor times along the
+The experiment of `xcal run` with no options, whose rounds are long, and one at 32 pixels with 250
+images a client, whose rounds are short; measuring between rounds included. Two numbers a
+federation: the ratio of wall times, which neighbors on the machine move, and that of processor times along the
 longest way (the server's, and of the workers the longest one's), which they hardly do. Writes
 `benchmarks/results/workers.md`, not with --quick.
 """
@@ -26,6 +27,10 @@ from xcal.federation import local
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.setup import Federation, prepare
 
+KINDS = (
+    (None, 64, (3,)),
+    (250, 32, (3, 4, 10, 50)),
+)  # images a client (all of them), pixels, clients
 OUT = Path(__file__).parent / "results" / "workers.md"
 BOUND = 0.6
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -78,8 +83,10 @@ def run(federation: Federation, workers: int, folder: Path) -> Rounds:
     return seen
 
 
-def compare(clients: int, rounds: int, repetitions: int) -> dict[str, Any]:
-    keys = {"clients": clients, "rounds": rounds, "pixels": 32, "units_per_client": 250}
+def compare(
+    clients: int, units: int | None, pixels: int, rounds: int, repetitions: int
+) -> dict[str, Any]:
+    keys = {"clients": clients, "rounds": rounds, "pixels": pixels, "units_per_client": units}
     federation = prepare(make_experiment({**keys, "road_test_images": 0}))
     found: dict[int, list[Rounds]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as scratch:
@@ -102,19 +109,18 @@ def compare(clients: int, rounds: int, repetitions: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one repetition, two rounds")
-    parser.add_argument("--clients", type=int, nargs="+", default=[3, 4, 10, 50])
     given = parser.parse_args()
     torch.set_num_threads(1)
     rounds, repetitions = (2, 1) if given.quick else (4, 3)
     lines = []
-    for clients in given.clients:
+    for units, pixels, clients in [(u, p, c) for u, p, many in KINDS for c in many]:
         load = os.getloadavg()[0]
-        row = compare(clients, rounds, repetitions)
+        row = compare(clients, units, pixels, rounds, repetitions)
         wall, way = (statistics.median(row[k]) for k in ("wall", "way"))
         spread = f"{min(row['way']):.2f} to {max(row['way']):.2f}"
         lines.append(
-            f"| {clients} | {row['seconds']:.2f} | {wall:.2f} | {way:.2f} | {spread}"
-            f" | {'yes' if way <= BOUND else 'no'} | {load:.1f} |"
+            f"| {clients} | {units or 'all'} | {pixels} | {row['seconds']:.2f} | {wall:.2f}"
+            f" | {way:.2f} | {spread} | {'yes' if way <= BOUND else 'no'} | {load:.1f} |"
         )
         print(lines[-1], flush=True)
     about = ", ".join(f"{name} {version}" for name, version in versions().items())
@@ -124,8 +130,8 @@ def main() -> None:
             f" {repetitions} interleaved pairs of runs of {rounds} rounds on {os.cpu_count()}"
             " cores (`benchmarks/workers.py`). By processor time: of the server and of the busier"
             f" worker together, over that of one process; the bound is {BOUND}.\n\n"
-            "| clients | s a round, one process | wall time | processor time | from, to | within"
-            " the bound | load before |\n|---:|---:|---:|---:|---|---|---:|\n"
+            "| clients | images a client | pixels | s a round, one process | wall time"
+            " | processor time | from, to | within the bound | load before |\n|---:|---:|---:|---:|---:|---:|---|---|---:|\n"
             + "\n".join(lines)
             + f"\n\n{about}; commit {commit()}.\n"
         )
