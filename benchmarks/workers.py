@@ -4,9 +4,9 @@
 
 The experiment of `xcal run` with no options, whose rounds are long, and one at 32 pixels with 250
 images a client, whose rounds are short; measuring between rounds included. Two numbers a
-federation: the ratio of wall times, which neighbors on the machine move, and that of processor times along the
-longest way (the server's, and of the workers the longest one's), which they hardly do. Writes
-`benchmarks/results/workers.md`, not with --quick.
+federation: the ratio of wall times, which neighbors on the machine move, and that of processor
+times along the longest way (the server's, and of the workers the longest one's), which they hardly
+do. Writes `benchmarks/results/workers.md`, not with --quick.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def main() -> None:
             " cores (`benchmarks/workers.py`). By processor time: of the server and of the busier"
             f" worker together, over that of one process; the bound is {BOUND}.\n\n"
             "| clients | images a client | pixels | s a round, one process | wall time"
-            " | processor time | from, to | within the bound | load before |\n|---:|---:|---:|---:|---:|---:|---|---|---:|\n"
+            " | processor time | from, to | within the bound"
+            " | load before |\n|---:|---:|---:|---:|---:|---:|---|---|---:|\n"
             + "\n".join(lines)
             + f"\n\n{about}; commit {commit()}.\n"
         )
