@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from xcal.data.image_store import read_info
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
@@ -36,6 +38,7 @@ from xcal.federation.files import FolderBusy, read_tensors
 from xcal.federation.folder import RunFolder, commit, versions
 from xcal.federation.local import run_experiment
 from xcal.federation.outcome import map_for, temperature_of
+from xcal.federation.preflight import check_network
 from xcal.federation.setup import DATA_SEED, Federation, prepare
 from xcal.models.model_registry import build_network
 from xcal.studies.grid import BUSY, FAILED, Cell
@@ -305,8 +308,22 @@ def carry_out(orders: dict[str, Any], measuring: Measuring | None = None) -> int
     return 0
 
 
+def _try_network(orders: dict[str, Any]) -> None:
+    """Try the cell's network here, once for all cells of the same one: they inherit the answer."""
+    keys = orders["keys"]
+    if any(":" in str(keys.get(key, "")) for key in ("network", "method", "data", "loss")):
+        return  # code of the user's own runs in the cell's process only
+    with suppress(Exception):  # the cell meets it again, and says so
+        experiment = with_constants(
+            Cell(orders["scale"], keys, 0, "").experiment(orders["changes"])
+        )
+        info = read_info(experiment.data, experiment.pixels)
+        check_network(experiment, len(info.classes), experiment.pixels)
+
+
 def _forked(orders: dict[str, Any], measuring: Measuring | None) -> int:
     """The cell in a child of this process: its exit code, or an end together with the runner."""
+    _try_network(orders)
     alive, held = os.pipe()  # the child sees its end when this process is gone
     child = os.fork()
     if child == 0:
