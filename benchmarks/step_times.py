@@ -1,6 +1,6 @@
 """How long a private step takes, beside plain SGD, Opacus and vmap, interleaved in one process.
 
-`python benchmarks/step_times.py --help`; `make context` runs it whole.
+`python benchmarks/step_times.py --help`; `make bench` runs it whole.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def test_a_site_of_today_answers_a_server_of_0_1(tmp_path: Path) -> None:
     now, before = said.answer, then.answer
     assert now.weights is not None
     assert before.weights is not None
-    assert all(torch.equal(now.weights[k], before.weights[k]) for k in before.weights)
+    # not to the bit: another kind of processor rounds in another order
+    torch.testing.assert_close(dict(now.weights), dict(before.weights), rtol=0, atol=5e-5)
     # the ledger's hash is of a ledger of its own
     assert asdict(now.report) | {"ledger_hash": ""} == asdict(before.report) | {"ledger_hash": ""}
 
