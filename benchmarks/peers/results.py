@@ -28,6 +28,8 @@ _QUANTITIES = (
 _BOUNDS: dict[str, tuple[str | None, ...]] = {
     "resnet18": ("≤ 1.25", "≥ 4.5", "≤ 1.4", "≤ 27 %", "≤ 10 %", "≤ 25 %"),
     "efficientnet_b0": ("≤ 1.15", "≥ 30", "≤ 1.3", "≤ 25 %", "≤ 10 %", None),
+    "densenet121": ("≤ 1.4", "≥ 3", "≤ 1.6", None, None, None),
+    "vit": ("≤ 1.5", "≥ 3", "≤ 1.6", None, None, None),
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from made_sites import tiny_site
 from support import TINY, tiny
 from wire import a_request, real
 from xcal.data.images import Images
-from xcal.dp.ledger.ledger import create
-from xcal.dp.ledger.rows import Terms, charges_of, read_rows, runs_of
+from xcal.data.importing import import_dataset
+from xcal.dp.clipping.named import trainable
+from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
-from xcal.federation import exact_counts, local_evaluation
+from xcal.federation import local_evaluation
 from xcal.federation.answer import answer
 from xcal.federation.certificate import read_certificate
 from xcal.federation.evaluation import Predictions
-from xcal.federation.exact_counts import FILE, above, counts_sent, people_by_class, read_counts
+from xcal.federation.exact_counts import above, counts_sent, mean_f1, people_by_class, read_counts
 from xcal.federation.folder import RunFolder
 from xcal.federation.held_out import HeldOut
 from xcal.federation.inventory import INVENTORY
@@ -35,19 +39,28 @@ from xcal.federation.messages import (
     Disclosure,
     Refusal,
     Reply,
+    Request,
     StatisticsRequest,
     decode_answer,
     encode_disclosure,
     encode_request,
     encode_statistics,
+    frozen_digest,
+    public_keys,
 )
 from xcal.federation.nvflare.dashboard import page
 from xcal.federation.nvflare.observe import RunState, Snapshot
-from xcal.federation.partition_record import PartitionRecord
+from xcal.federation.policy import Policy
 from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import prepare_remote
-from xcal.federation.site_directory import SiteDirectory
+from xcal.federation.site_directory import (
+    SiteDirectory,
+    SiteTable,
+    _own_images,
+    create_site,
+)
 from xcal.federation.surveys import tell_final
+from xcal.models.model_registry import build_network
 
 Invoke = Callable[..., tuple[int, str, str]]
 People = Sequence[tuple[int, int]]  # of each person the true and the predicted class
@@ -97,16 +110,24 @@ def set_policy(site_dir: Path, **terms: Any) -> Path:
 def holds(monkeypatch: pytest.MonkeyPatch) -> Callable[[People], None]:
     """Has every site hold out these people, one image each, and every model call them so."""
 
-    def hold(people: People, *, apart: bool = True, split: str = "test") -> None:
+    def hold(people: People, *, apart: bool = True, who: str = "patient") -> None:
         true, said = np.array(people, dtype=np.int64).T
         count = len(people)
         images = Images(
             pixels=np.zeros((count, 16, 16, 3), dtype=np.uint8),
             labels=true,
             groups=50_000 + np.arange(count),
-            ids=np.array([f"secret-{split}-{n}" for n in range(count)]),
+            ids=np.array([f"secret-{n}" for n in range(count)]),
         )
-        held = HeldOut(images, ("left", "middle", "right"), "patient", apart, {})
+        held = HeldOut(
+            images,
+            ("left", "middle", "right"),
+            who,
+            apart,
+            {},
+            tiny(),
+            people=apart and who == "patient",
+        )
         predictions = Predictions(true, said, np.ones(count), np.eye(3)[said])
         monkeypatch.setattr(local_evaluation, "held_out", lambda *_: held)
         monkeypatch.setattr(local_evaluation, "predict", lambda *_, **__: predictions)
@@ -143,7 +164,7 @@ def test_who_opens_it_is_told(tmp_path: Path, invoke: Invoke, holds: Any) -> Non
     code, out, _ = invoke("site", "check", str(site_dir))
     assert code == 0 and "looser than recommended: evaluation_floor = 5" in out
     assert "whom no guarantee then covers" in out and "two exact tables" not in out
-    assert "Not in the ledger" not in invoke("site", "show", str(site_dir))[1]
+    assert "Without a charge" not in invoke("site", "show", str(site_dir))[1]
     holds(PEOPLE)
     final(trained(site_dir))
     shown = " ".join(invoke("site", "show", str(site_dir))[1].split())
@@ -152,10 +173,6 @@ def test_who_opens_it_is_told(tmp_path: Path, invoke: Invoke, holds: Any) -> Non
     assert "for trial (floor 5)" in out and "evaluation_tables = 1 in policy.toml is used up" in out
     out = invoke("site", "check", str(set_policy(site_dir, evaluation_tables=2)))[1]
     assert "two exact tables" in out and "used up" not in out
-    (site_dir / FILE).write_text("{")
-    code, _, err = invoke("site", "check", str(site_dir))
-    assert code == 1 and "restore it from a backup" in err
-    assert final(site_dir) == Refusal("0", "site")
 
 
 # --- how a person is counted ----------------------------------------------------------------------
@@ -303,12 +320,12 @@ def test_what_cannot_be_written_down_is_not_sent(
     site_dir = trained(tiny_site(tmp_path, **FLOOR))
     holds(PEOPLE)
 
-    def full(path: Path, _: Any) -> None:
-        raise UserError(f"{path} could not be written: no space left on device.")
+    def full(*_: object) -> None:
+        raise UserError("The ledger could not be written: no space left on device.")
 
     with monkeypatch.context() as there:
-        there.setattr(exact_counts, "write_json", full)
-        assert final(site_dir) == Refusal("0", "site")
+        there.setattr(Ledger, "record_exact", full)
+        assert final(site_dir) == Refusal("0", "ledger")
     assert counts_sent(site_dir) == []
     assert final(site_dir).counts == COUNTS
 
@@ -370,32 +387,180 @@ def test_people_who_may_be_trained_on_are_not_counted(
     assert [e["code"] for e in events(site_dir) if e["event"] == "refused"] == ["data", "data"]
 
 
-def test_a_set_that_was_split_anew_is_refused(tmp_path: Path, holds: Any) -> None:
-    """Who was charged for as trained on is not held out, whatever the set says today."""
-    grouped = make_experiment({**TINY, "method": "xcal-steered", "unit": "group"})
-    site_dir = real(tiny_site(tmp_path, experiment=grouped, **FLOOR))
-    (site_dir / "ledger.sqlite").unlink()
-    (site_dir / "ledger.head").unlink()
-    create(site_dir / "ledger.sqlite", Terms("simulated client 0", "group", 20.0, 1e-2))
-    keys = {**a_request().experiment, "unit": "group"}
-    assert isinstance(told(site_dir, encode_request(a_request(experiment=keys))), Reply)
-    known = json.loads((site_dir / "partition.json").read_text())["members"]
-    assert known
-    holds(PEOPLE, split="train")
-    assert final(site_dir, experiment=keys) == Refusal("0", "data")
-    assert "are held out now" in (site_dir / "refusals.jsonl").read_text()
-    holds(PEOPLE)
-    assert final(site_dir, experiment=keys).counts == COUNTS
+def test_a_group_that_is_no_person_is_not_counted(tmp_path: Path, holds: Any) -> None:
+    """A patient's second lesion may be trained on."""
+    site_dir = trained(tiny_site(tmp_path, **FLOOR))
+    holds(PEOPLE, who="lesion")
+    assert final(site_dir) == Refusal("0", "data")
+    assert "a lesion, which is no person" in (site_dir / "refusals.jsonl").read_text()
+    assert counts_sent(site_dir) == []
 
 
-def test_a_ledger_of_images_knows_no_single_ones(tmp_path: Path) -> None:
-    data, experiment = tiny(), make_experiment({**TINY, "unit": "record"})
-    PartitionRecord.of(data.train, experiment).remember(tmp_path)
-    PartitionRecord.of(data.train, experiment).check_never_had(tmp_path, data.test)
-    grown = PartitionRecord.of(tiny(train=153).train, experiment)
-    grown.check_remembered(tmp_path)
-    with pytest.raises(Refused, match="nobody knows whether held-out ones were among them"):
-        grown.check_never_had(tmp_path, data.test)
+# --- a hospital's set, as it changes --------------------------------------------------------------
+
+
+class Ward:
+    """A site of a real population with an imported set of its own: 60 people, one image each."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, unit: str = "group") -> None:
+        self.folder, self.unit = folder, unit
+        monkeypatch.setenv("XCAL_HOME", str(folder / "home"))
+        self.source = folder / "source"
+        self.site = folder / "site"
+
+    def has(self, train: Sequence[int], test: Sequence[int], **other: int) -> None:
+        """Import these people anew; `other`: whose image a follow-up is, by the name it has."""
+        shutil.rmtree(self.source, ignore_errors=True)
+        self.source.mkdir(parents=True)
+        people = {**{f"p{n}": n for n in (*train, *test)}, **other}
+        rows = ["path,label,patient_id,split"]
+        for name, n in people.items():
+            pixels = np.random.default_rng([n, len(name)]).integers(0, 255, (16, 16, 3), np.uint8)
+            Image.fromarray(pixels).save(self.source / f"{name}.png")
+            split = "train" if n in train else "test"
+            rows.append(f"{name}.png,{'ab'[n % 2]},P{n},{split}")
+        (self.source / "table.csv").write_text("\n".join(rows) + "\n")
+        _own_images.cache_clear()
+        import_dataset(self.source, pixels=16, name="ward", replace=self.site.exists())
+        if not self.site.exists():
+            policy = {
+                "epsilon_total": 20.0,
+                "delta_total": 1e-2,
+                "epsilon_run": 8.0,
+                "delta_run": 1e-3,
+                "sigma_min": 0.0,
+            }
+            about = SiteTable(client="0", population="ward", data="ward", threads=1)
+            methods = {"methods": ("fl-dp",), "networks": ("small",), "unit": self.unit}
+            create_site(
+                self.site,
+                about,
+                Policy.model_validate({**policy, **methods, **FLOOR}),
+                unit=self.unit,
+            )
+
+    def asks(self, run: str = "one", *, last: bool = False, shift: float = 0.0) -> Any:
+        keys = {"network": "small", "pixels": 16, "method": "fl-dp", "unit": self.unit}
+        keys |= {"rounds": 1, "batch": 10, "epsilon": 4.0, "delta": 1e-3, "clients": 2}
+        made = make_experiment({"data": "smear", **keys, "pool_views": "none"})
+        network = build_network(made, 2)
+        asked = Request(
+            client="0",
+            run=run,
+            round=1 if last else 0,
+            own_rounds=(0,),
+            experiment=public_keys(made),
+            initial_seed=0,
+            frozen=frozen_digest(network),
+            head=None,
+            weights={k: p.detach() + shift for k, p in trainable(network).items()},
+            validation_losses=(),
+            final=last,
+        )
+        return told(self.site, encode_request(asked))
+
+
+@pytest.fixture
+def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ward]:
+    def make(unit: str = "group") -> Ward:
+        return Ward(tmp_path / unit, monkeypatch, unit)
+
+    return make
+
+
+FIRST, SECOND = range(40), range(40, 60)
+
+
+def test_a_hospitals_own_people_are_counted(ward: Callable[..., Ward]) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    sent = here.asks(last=True)
+    assert sum(c for c in sent.counts if c) <= 20 and any(sent.counts)
+    assert isinstance(here.asks("two"), Reply)  # the set is as it was
+    assert verify(here.site / "ledger.sqlite").ok
+
+
+@pytest.mark.parametrize("unit", ["group", "record"])
+@pytest.mark.parametrize(
+    ("train", "test"), [(SECOND, FIRST), (range(30), range(40, 60)), (range(40), range(45, 60))]
+)
+def test_who_may_have_been_trained_on_is_not_counted(
+    ward: Callable[..., Ward], unit: str, train: Sequence[int], test: Sequence[int]
+) -> None:
+    """Whatever the set was when the ledger was charged, and it is another one now."""
+    here = ward(unit)
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    here.has(train, [n for n in test if n not in train])
+    assert here.asks(last=True) == Refusal("0", "data")
+    assert counts_sent(here.site) == []
+    here.has(FIRST, SECOND)
+    assert here.asks(last=True).counts
+
+
+@pytest.mark.parametrize("unit", ["group", "record"])
+def test_a_set_that_was_another_in_between_is_not_counted(
+    ward: Callable[..., Ward], unit: str
+) -> None:
+    here = ward(unit)
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    here.has(range(50), range(50, 60))  # it grew: some of those held out were trained on
+    assert isinstance(here.asks("two"), Reply)
+    here.has(FIRST, SECOND)
+    assert here.asks(last=True) == Refusal("0", "data")
+
+
+def test_a_follow_up_of_somebody_who_was_trained_on_is_not_counted(
+    ward: Callable[..., Ward],
+) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    here.has(range(35), SECOND, later35=35)
+    assert here.asks(last=True) == Refusal("0", "data")
+
+
+def test_a_site_that_forgot_what_it_was_charged_for_counts_nobody(
+    ward: Callable[..., Ward],
+) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    (here.site / "partition.json").unlink()
+    here.has(SECOND, FIRST)
+    assert here.asks(last=True) == Refusal("0", "data")
+    assert isinstance(here.asks("two"), Reply)  # which writes a new one
+    assert here.asks("two", last=True) == Refusal("0", "data")
+
+
+@pytest.mark.parametrize("unit", ["group", "record"])
+def test_who_was_counted_is_not_trained_on(ward: Callable[..., Ward], unit: str) -> None:
+    here = ward(unit)
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    assert here.asks(last=True).counts
+    spent = charges(here.site)
+    here.has(range(50), range(50, 60))
+    assert here.asks("two") == Refusal("0", "data")
+    assert charges(here.site) == spent
+    assert "may now be trained on" in (here.site / "refusals.jsonl").read_text()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks("two"), Reply)
+
+
+def test_a_backup_that_is_put_back_sends_no_second_table(
+    ward: Callable[..., Ward], tmp_path: Path, invoke: Invoke
+) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    assert invoke("ledger", "backup", str(here.site), str(tmp_path / "copy"))[0] == 0
+    assert here.asks(last=True).counts
+    for name in ("ledger.sqlite", "ledger.head", "partition.json"):
+        shutil.copy(tmp_path / "copy" / name, here.site)
+    assert here.asks(last=True, shift=0.05) == Refusal("0", "ledger-older")
 
 
 # --- in words of other versions -------------------------------------------------------------------
@@ -465,7 +630,7 @@ def test_the_ends_are_those_of_all_tables_that_it_may_be(seed: int) -> None:
         fill = iter(hidden)
         one = np.array([next(fill) if c is None else c for c in sent]).reshape(size, size)
         seen["accuracy"].append(np.trace(one) / one.sum())
-        f1 = exact_counts.mean_f1(one)
+        f1 = mean_f1(one)
         assert f1 is not None
         seen["macro_f1"].append(f1)
         seen["units"].append(int(one.sum()))
@@ -539,7 +704,7 @@ def test_the_certificate_names_it(tmp_path: Path, holds: Any, invoke: Invoke) ->
         return out, out.read_text()
 
     before, text = certified("before.html")
-    assert "nothing was sent of them but what the ledger has" in text
+    assert "nothing was sent of them but what the ledger charged for" in text
     assert "of 1 run in all, each below 5 withheld" in text
     assert "It says nothing of held-out people" not in text
     final(site_dir)
@@ -550,12 +715,7 @@ def test_the_certificate_names_it(tmp_path: Path, holds: Any, invoke: Invoke) ->
     assert (one["run"], one["floor"]) == ("trial", 5)
     for page_of in (before, after):
         assert invoke("ledger", "verify", str(page_of), "--ledger", str(site_dir))[0] == 0
-    code, out, _ = invoke("ledger", "backup", str(site_dir), str(tmp_path / "copy"))
-    assert code == 0 and FILE in out
-    copied = tmp_path / "copy"
-    assert (copied / FILE).read_bytes() == (site_dir / FILE).read_bytes()
-    assert invoke("ledger", "verify", str(after), "--ledger", str(copied))[0] == 0
-    (site_dir / FILE).unlink()
-    code, _, err = invoke("ledger", "verify", str(after), "--ledger", str(site_dir))
-    assert code == 1 and "exact counts" in err
+    code, _, _ = invoke("ledger", "backup", str(site_dir), str(tmp_path / "copy"))
+    assert code == 0
+    assert invoke("ledger", "verify", str(after), "--ledger", str(tmp_path / "copy"))[0] == 0
     assert invoke("ledger", "verify", str(before), "--ledger", str(site_dir))[0] == 0

@@ -229,7 +229,6 @@ def backup_command(
     """Copy a ledger, its head and which images it paid for, also while a client spends from it."""
     from xcal.dp.ledger.backup import back_up
     from xcal.errors import UserError
-    from xcal.federation.exact_counts import copy_sent
     from xcal.federation.ledgers_of import find_ledgers
     from xcal.federation.partition_record import copy_record
 
@@ -241,9 +240,6 @@ def backup_command(
     copied = copy_record(found[0].parent, folder)
     if copied is not None:
         typer.echo(f"Copied {copied.name}, which says which images were charged.")
-    exact = copy_sent(found[0].parent, folder)
-    if exact is not None:
-        typer.echo(f"Copied {exact.name}, which says what was sent of held-out people.")
 
 
 @app.command("analyse")

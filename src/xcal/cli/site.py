@@ -187,7 +187,7 @@ def show_command(
     """Show what a client allows, what it has paid, and what it refused last."""
     from xcal.dp.ledger.analysis import lifetime_text, spending_text
     from xcal.dp.ledger.rows import read_rows, runs_of
-    from xcal.federation.exact_counts import counts_sent, sent_text
+    from xcal.federation.exact_counts import sent_by, sent_text
     from xcal.federation.site_directory import SiteDirectory
 
     opened = SiteDirectory.open(site_dir)
@@ -218,8 +218,8 @@ def show_command(
     )
     if runs:
         console.print(f"Spent by the odometer: {spending_text(rows)}.")
-    if exact := sent_text(counts_sent(site_dir)):
-        console.print(f"Not in the ledger: {exact}.")
+    if exact := sent_text(sent_by(rows)):
+        console.print(f"Without a charge: {exact}.")
     logged = opened.refusals()
     console.print(f"{len(logged)} refusals{':' if logged and refusals > 0 else '.'}")
     for entry in logged[-refusals:] if refusals > 0 else []:

@@ -207,7 +207,7 @@ def group_name_of(column: str) -> str:
     name = plain_column(column)
     if name in ("group", "groupid"):
         return "group"
-    for word in ("lesion", "case", "study", "picture"):
+    for word in ("lesion", "case", "study", "exam", "visit", "accession", "picture"):
         if word in name:
             return word
     return "patient" if _IDENTIFIER.fullmatch(name) else "group"

@@ -34,6 +34,8 @@ NOT_PROTECTED = (
     "timing (durations follow the drawn batch's size)",
     "the number of units and who takes part",
     "what the machine's operator, its memory or its files give away",
+    "people whom a site holds out to measure the model: where its owner says so, exact counts of"
+    " them are sent (ε = ∞ for them)",
     "the choice of hyper-parameters: the defaults were tuned on the evaluation sets",
 )
 ASSUMPTIONS = (

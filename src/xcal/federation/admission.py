@@ -51,6 +51,7 @@ def admit_run(
         admit_plan(owner.policy, run.run, plan, ledger.runs.values())
     if terms.of_real_people and partition is not None:
         partition.check_remembered(owner.site_dir)
+        check_not_counted(ledger, partition)
     if run.run in ledger.runs:
         return  # under way: what it asked for was admitted when it was entered
     if terms.of_real_people:
@@ -79,6 +80,17 @@ def _check_for_people(
             "experiment-invalid",
             f"With pass_rows = 0 how an image is rounded depends on who else was drawn, which the"
             f" guarantee of the site {owner.site_dir} does not cover: leave it out.",
+        )
+
+
+def check_not_counted(ledger: Ledger, partition: PartitionRecord) -> None:
+    """Refuse to train on images among which may be some of people who were counted exactly."""
+    if any((told["data"],) != partition.wholes for told in ledger.exact.values()):
+        raise Refused(
+            "data",
+            f"Exact counts of held-out people have left the site of {ledger.path}, and its data set"
+            " is no longer as it was then, or is read at another size: who was counted may now be"
+            " trained on. Restore it as it was; newer people need a site of their own.",
         )
 
 

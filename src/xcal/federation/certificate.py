@@ -11,6 +11,7 @@ import base64
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +22,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
-from xcal.dp.ledger.rows import Head, check_head, read_rows, terms_of, verify
+from xcal.dp.ledger.rows import Head, Row, check_head, read_rows, terms_of, verify
 from xcal.errors import UserError
 from xcal.federation.disclosure import is_own
-from xcal.federation.exact_counts import FILE, counts_sent, sent_text
+from xcal.federation.exact_counts import sent_by, sent_text
 from xcal.federation.files import read_json
-from xcal.federation.policy import site_file
 from xcal.federation.site_directory import SiteDirectory
 from xcal.federation.site_identity import KEY as KEY
 from xcal.federation.site_identity import site_key
@@ -67,22 +67,22 @@ def facts_of(site: SiteDirectory) -> dict[str, Any]:
             {**run, "recipients": "this site alone" if is_own(run["run"]) else recipients}
             for run in spending(rows)
         ],
-        "exact": _exact(site.path),
-        "held_out": _held_out(site),
+        "exact": _exact(rows),
+        "held_out": _held_out(site, rows),
         "head": {"rows": len(rows), "hash": rows[-1].hash},
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _exact(site_dir: Path) -> list[dict[str, Any]]:
+def _exact(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The runs whose counts of held-out people left without noise."""
-    return [{k: getattr(one, k) for k in ("run", "floor", "time")} for one in counts_sent(site_dir)]
+    return [{k: getattr(one, k) for k in ("run", "floor", "time")} for one in sent_by(rows)]
 
 
-def _held_out(site: SiteDirectory) -> str:
+def _held_out(site: SiteDirectory, rows: Sequence[Row]) -> str:
     """What left of those who are not trained on, and what may."""
     policy = site.policy
-    told = sent_text(counts_sent(site.path)) or "nothing was sent of them but what the ledger has"
+    told = sent_text(sent_by(rows)) or "nothing was sent of them but what the ledger charged for"
     if not policy.evaluation_floor:
         return told
     most = policy.evaluation_tables
@@ -177,11 +177,8 @@ def check_against(page: Checked, ledger: Path) -> None:
         found = [{k: v for k, v in run.items() if k != "honest"} for run in found]
     if json.loads(json.dumps(found)) != told:
         raise UserError(f"The page tells other runs than the first {head.count} rows of {ledger}.")
-    sent, beside = facts.get("exact", []), ledger.parent
-    # A copy of the ledger alone knows nothing of them.
-    if (beside / FILE).exists() or site_file(beside).exists():
-        if _exact(beside)[: len(sent)] != sent:
-            raise UserError(f"The page tells of exact counts that {beside / FILE} does not have.")
+    if _exact(rows[: head.count]) != facts.get("exact", []):
+        raise UserError(f"The page tells of other exact counts than {ledger}.")
 
 
 # --- the page -------------------------------------------------------------------------------------

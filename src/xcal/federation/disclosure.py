@@ -25,7 +25,7 @@ from xcal.dp.mechanism import Mechanism
 from xcal.dp.noise import NoiseKey
 from xcal.dp.sampling import UnitTable
 from xcal.experiments import make_experiment
-from xcal.federation.admission import check_delta, check_population
+from xcal.federation.admission import check_delta, check_not_counted, check_population
 from xcal.federation.files import read_json, write_json
 from xcal.federation.loaded_site import remember_head, remembered_head
 from xcal.federation.messages import Disclosure, StatisticsRequest
@@ -38,6 +38,7 @@ Sums = Mapping[str, NDArray[np.float64]]
 CLASSES = "classes"
 STATISTICS = "statistics"  # the method of a run that is no training but such a question
 PERSONAL = "personal"
+COUNTS = "counts"  # of held-out people, exact
 NORM = 1.0  # how far one unit may move a table
 
 
@@ -101,7 +102,7 @@ def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosu
         units=site.about.units or units.n_units,
         tables=(CLASSES,),
         sums=sums,
-        partition=site.partition(experiment, own.images),
+        partition=site.partition(experiment, own),
     )
 
 
@@ -153,10 +154,15 @@ def disclose(
         check_population(site.owner, ledger)
         admit_target(site.policy, unit, epsilon, delta)
         admit_totals(site.policy, name, epsilon, delta, ledger.runs.values())
+        if own_name(run, COUNTS) in ledger.exact:
+            raise Refused(
+                "round-other-weights", f"Of {run!r} exact counts were sent: of each run one table."
+            )
         if ledger.terms.of_real_people:
             check_delta(delta, units)
             if partition is not None:
                 partition.check_remembered(site.path)
+                check_not_counted(ledger, partition)
         if ledger.charges(name):
             raise Refused(
                 "ledger",
@@ -167,7 +173,7 @@ def disclose(
         account = Account(ledger, terms, replayable=False, floor=site.policy.sigma_min)
         kept.parent.mkdir(parents=True, exist_ok=True)
         if ledger.terms.of_real_people and partition is not None:
-            partition.remember(site.path)
+            partition.remember(site.path, charged=bool(ledger.runs))
         deviation = made.sigma * NORM * math.sqrt(len(tables))
         mechanism = Mechanism(
             1.0,

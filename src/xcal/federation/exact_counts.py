@@ -1,36 +1,36 @@
 """Exact counts of held-out people, each below a floor withheld: no noise, no charge, no guarantee.
 
 Where `policy.toml` sets `evaluation_floor`, they go to the lead instead of charged tables with
-noise (`disclosure.py`). Of each run one table is sent, written down durably before it leaves, in a
-file that the certificate, `xcal site show` and `xcal site check` read.
+noise (`disclosure.py`). Of each run one table is sent, written into the ledger before it leaves:
+a row that costs no ε and says that no ε covers it. The certificate, `xcal site show` and
+`xcal site check` read it there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.dp.ledger.ledger import Ledger
+from xcal.dp.ledger.rows import Row, exact_of, read_rows
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.admission import check_population
-from xcal.federation.disclosure import own_name
-from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.disclosure import COUNTS, own_name
 from xcal.federation.held_out import HeldOut
-from xcal.federation.loaded_site import remembered_head
+from xcal.federation.loaded_site import remember_head, remembered_head
 from xcal.federation.logbook import note, now
 from xcal.federation.messages import Disclosure
+from xcal.federation.partition_record import check_never_else
 from xcal.federation.request_refusals import Refused, naming
 from xcal.federation.site_directory import SiteDirectory
 
-FILE = "exact_counts.json"  # not in `runs/`, where a server chooses the names
 NO_GUARANTEE = "no guarantee (ε = ∞) covers held-out people for these"
 
 
@@ -42,6 +42,7 @@ class Sent:
     floor: int
     time: str
     about: str  # digest of the model
+    data: str  # and of the data set
     counts: tuple[int | None, ...]
 
 
@@ -71,14 +72,21 @@ def above(counts: NDArray[np.int64], floor: int) -> tuple[int | None, ...]:
 
 
 def counts_sent(site_dir: Path) -> list[Sent]:
-    """What has left this site, oldest first. Raises `UserError` where that cannot be read."""
-    path = site_dir / FILE
-    if not path.exists():
-        return []
-    try:
-        return [Sent(**{**one, "counts": tuple(one["counts"])}) for one in read_json(path)]
-    except (UserError, TypeError, KeyError):
-        raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+    """What has left this site, oldest first."""
+    path = site_dir / "ledger.sqlite"
+    return sent_by(read_rows(path)) if path.exists() else []
+
+
+def sent_by(rows: Sequence[Row]) -> list[Sent]:
+    """What these rows of a ledger tell of."""
+    return _sent(exact_of(rows))
+
+
+def _sent(exact: Mapping[str, Mapping[str, Any]]) -> list[Sent]:
+    return [
+        Sent(name.removesuffix(own_name("", COUNTS)), **{**told, "counts": tuple(told["counts"])})
+        for name, told in exact.items()
+    ]
 
 
 def sent_text(sent: Sequence[Sent]) -> str:
@@ -89,17 +97,8 @@ def sent_text(sent: Sequence[Sent]) -> str:
     return f"exact counts of held-out people were sent for {runs}: {NO_GUARANTEE}"
 
 
-def copy_sent(site_dir: Path, folder: Path) -> Path | None:
-    """Put a copy of the file where a ledger's copy lies; None where nothing was sent."""
-    if not counts_sent(site_dir):
-        return None
-    write_bytes(folder / FILE, (site_dir / FILE).read_bytes())
-    return folder / FILE
-
-
 def send_counts(
     site: SiteDirectory,
-    experiment: Experiment,
     run: str,
     about: str,
     held: HeldOut,
@@ -112,9 +111,12 @@ def send_counts(
     Guarantee: none for held-out people. The ledger's covers those who are trained on, and nobody is
     both: refused where that is not known.
     """
-    if not held.apart:
+    if not held.people:
+        why = f"a group of them is a {held.who}, which is no person" if held.apart else "nobody says"
         raise Refused(
-            "data", "Whose the held-out images are is not known: no exact counts are sent of them."
+            "data",
+            f"Whose the held-out images are must be known, and is not ({why}): no exact counts are"
+            " sent of them.",
         )
     floor, limit = site.policy.evaluation_floor, site.policy.evaluation_tables
     # The ledger's lock: two processes do not both send.
@@ -123,8 +125,7 @@ def send_counts(
         if remembered is not None:
             ledger.check_holds(remembered, "this site")
         check_population(site.owner, ledger)
-        with naming("site"):
-            earlier = counts_sent(site.path)
+        earlier = _sent(ledger.exact)
         for one in earlier:
             if one.run == run:
                 if (one.about, one.floor) != (about, floor):
@@ -133,25 +134,17 @@ def send_counts(
         if ledger.charges(own_name(run, "evaluation")):
             raise _answered(run)
         if ledger.terms.of_real_people:
-            with naming("data"):
-                own = site.images(experiment).images
-                site.partition(experiment, own).check_never_had(site.path, held.images)
+            check_never_else(site.path, held.data.digest)
         if len(earlier) >= limit:
             detail = f"evaluation_tables = {limit} in policy.toml, and so many were sent"
             note(site.path, "not-disclosed", run=run, detail=detail)
             return None
         made = above(people_by_class(held.images, probabilities, len(held.classes)), floor)
-        with naming("site"):
-            kept = [*earlier, Sent(run, floor, now(), about, made)]
-            write_json(site.path / FILE, [asdict(one) for one in kept])
+        told = {"floor": floor, "time": now(), "about": about, "data": held.data.digest}
+        told["counts"] = list(made)
+        ledger.record_exact(own_name(run, COUNTS), told)
+        remember_head(site.path, ledger.head)
     return Disclosure(site.name, run, {}, counts=made, floor=floor)
-
-
-def check_not_sent(site: SiteDirectory, run: str) -> None:
-    """Refuse tables with noise of a run whose exact counts are known."""
-    with naming("site"):
-        if any(one.run == run for one in counts_sent(site.path)):
-            raise _answered(run)
 
 
 def _answered(run: str) -> Refused:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.data.images import RECORD_GROUPS, Images
+from xcal.data.images import RECORD_GROUPS, ImageData, Images
 from xcal.data.listing import find_column, read_table
 from xcal.data.source_files import FolderFiles
 from xcal.data.table import PATH_COLUMNS
@@ -18,6 +18,7 @@ from xcal.errors import UserError
 from xcal.federation.site_directory import SiteDirectory
 
 UNKNOWN = "not said"
+PEOPLE = ("patient", "person")  # names of groups that are people
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class HeldOut:
     who: str  # what a group is: "patient", or "image" where nobody says whose they are
     apart: bool  # whether that its people are not trained on is known, and not only assumed
     subgroups: dict[str, NDArray[np.str_]]  # by column, one value an image
+    data: ImageData  # the set that they are of
+    people: bool = False  # whether a group is known to be a person
 
 
 def held_out(site: SiteDirectory, pixels: int | None) -> HeldOut:
@@ -61,6 +64,8 @@ def held_out(site: SiteDirectory, pixels: int | None) -> HeldOut:
         data.group_name if known else "image",
         data.groups_known,
         _subgroups(site, images),
+        data,
+        data.groups_known and (data.group_name in PEOPLE or data.groups_declared),
     )
 
 

@@ -24,7 +24,7 @@ from xcal.explain.interval import mean_interval
 from xcal.federation.clinicians_page import write_page
 from xcal.federation.disclosure import STATISTICS, Sums, disclose, one_hot, unit_sums
 from xcal.federation.evaluation import Predictions, predict
-from xcal.federation.exact_counts import check_not_sent, mean_f1, send_counts
+from xcal.federation.exact_counts import mean_f1, send_counts
 from xcal.federation.exchange import Weights, load_weights
 from xcal.federation.files import own_folder, read_json, write_json
 from xcal.federation.held_out import HeldOut, held_out
@@ -197,7 +197,7 @@ def answer_final(site: SiteDirectory, asked: Request) -> Disclosure:
         if policy.evaluation_epsilon:
             sent = _sent(site, asked, measured)
         elif policy.evaluation_floor:
-            sent = _sent_exactly(site, experiment, asked, measured) or silent
+            sent = _sent_exactly(site, asked, measured) or silent
         if about.personal:
             _personal(site, experiment, asked.run, asked.weights, last)
     return sent
@@ -214,16 +214,13 @@ def _personal(
         note(site.path, "no-personal-head", run=run, detail=str(error)[:2000])
 
 
-def _sent_exactly(
-    site: SiteDirectory, experiment: Experiment, asked: Request, measured: Measured
-) -> Disclosure | None:
+def _sent_exactly(site: SiteDirectory, asked: Request, measured: Measured) -> Disclosure | None:
     if asked.edition and not EDITIONS[asked.edition].reads_counts:
         detail = f"a server of {asked.edition} does not read exact counts"
         note(site.path, "not-disclosed", run=asked.run, detail=detail)
         return None
     return send_counts(
         site,
-        experiment,
         asked.run,
         digest_tensors(sorted(asked.weights.items())),
         measured.held,
@@ -232,7 +229,6 @@ def _sent_exactly(
 
 
 def _sent(site: SiteDirectory, asked: Request, measured: Measured) -> Disclosure:
-    check_not_sent(site, asked.run)
     images, answers = measured.held.images, measured.predictions
     classes, unit = len(measured.held.classes), site.policy.unit
     table = UnitTable.of(unit, images.groups)

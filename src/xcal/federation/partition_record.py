@@ -43,6 +43,8 @@ class PartitionRecord:
     # By the digest of its name, each image's unit; None: every image is one, or not written yet.
     members: Mapping[str, int] | None = None
     shared: bool = False  # some units stand at other clients as well
+    # Digests of the whole sets, held-out images and all, that were charged for; None: not known.
+    wholes: tuple[str, ...] | None = None
 
     @staticmethod
     def of(
@@ -52,7 +54,9 @@ class PartitionRecord:
         num_partitions: int = 1,
         *,
         shared: bool = False,
+        whole: str | None = None,
     ) -> PartitionRecord:
+        """`whole`: the digest of the set that they are training images of."""
         return PartitionRecord(
             partition_id,
             num_partitions,
@@ -61,6 +65,7 @@ class PartitionRecord:
             hashlib.sha256("\n".join(sorted(images.ids.tolist())).encode()).hexdigest(),
             _members(images) if experiment.privacy_unit == "group" else None,
             shared,
+            None if whole is None else (whole,),
         )
 
     def __str__(self) -> str:
@@ -68,15 +73,20 @@ class PartitionRecord:
             return f"all of {self.keys['data']!r}"
         return f"partition {self.partition_id} of {self.num_partitions} of {self.keys['data']!r}"
 
-    def remember(self, site_dir: Path) -> None:
-        """Write it down, durably; of a site that remembers one, only images that are new to it.
+    def remember(self, site_dir: Path, *, charged: bool) -> None:
+        """Write it down, durably; of a site that remembers one, only what is new to it.
 
-        Call before a charge.
+        Call before a charge. `charged`: whether the ledger has paid for anything before.
         """
         known = recorded_partition(site_dir)
+        before = () if known is None and not charged else None if known is None else known.wholes
         kept = self if known is None else known
         if known is not None and known.members is not None and self.members is not None:
             kept = replace(known, members=_with_new(known.members, self.members))
+        wholes = None  # of what was charged before sets were written down, nobody knows
+        if before is not None and self.wholes is not None:
+            wholes = (*before, *(whole for whole in self.wholes if whole not in before))
+        kept = replace(kept, wholes=wholes)
         if kept != known:
             told = {name: value for name, value in vars(kept).items() if name != "shared"}
             write_json(site_dir / _FILE, told)
@@ -120,31 +130,6 @@ class PartitionRecord:
             f" people would move between ledgers, each of which grants its own limit; {what}, or"
             " give every site a data set of its own.",
         )
-
-    def check_never_had(self, site_dir: Path, held: Images) -> None:
-        """Refuse held-out images that the site's ledger may have been charged for, split otherwise.
-
-        `self`: its training images now. A ledger kept per image names no single ones: only the same
-        images as then will do.
-        """
-        self.check_remembered(site_dir)
-        known = recorded_partition(site_dir)
-        if known is None:
-            return
-        if known.members is None and known.images != self.images:
-            raise Refused(
-                "data",
-                f"The training images of the site {site_dir} are not those that its ledger was"
-                " first charged for, so that nobody knows whether held-out ones were among them:"
-                " restore the data set as it was, or send tables with noise (evaluation_epsilon).",
-            )
-        trained = sum(_digest(name) in (known.members or {}) for name in held.ids.tolist())
-        if trained:
-            raise Refused(
-                "data",
-                f"The ledger of the site {site_dir} was charged for {trained} of the images that"
-                " are held out now: split the data set as it was.",
-            )
 
 
 def _digest(name: str) -> str:
@@ -191,7 +176,10 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
     if not path.exists():
         return None
     try:
-        found = PartitionRecord(**read_json(path))
+        told = read_json(path)
+        if told.get("wholes") is not None:
+            told["wholes"] = tuple(told["wholes"])
+        found = PartitionRecord(**told)
         sound = isinstance(found.keys, dict) and "data" in found.keys
         sound &= all(isinstance(v, int) for v in (found.partition_id, found.num_partitions))
         sound &= isinstance(found.units, int) and isinstance(found.images, str)
@@ -199,7 +187,8 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
             isinstance(found.members, dict)
             and all(isinstance(v, int) for v in found.members.values())
         )
-    except (UserError, TypeError, ValueError):
+        sound &= all(isinstance(whole, str) for whole in found.wholes or ())
+    except (UserError, AttributeError, TypeError, ValueError):
         sound = False
     if not sound:
         raise UserError(f"{path} cannot be read: restore it from a backup.")
@@ -213,3 +202,19 @@ def copy_record(site_dir: Path, folder: Path) -> Path | None:
         return None
     write_bytes(folder / _FILE, path.read_bytes())
     return folder / _FILE
+
+
+def check_never_else(site_dir: Path, whole: str) -> None:
+    """Refuse where the site's ledger may have been charged for another set than this, by digest.
+
+    Who is held out in this one may have been trained on in that.
+    """
+    known = recorded_partition(site_dir)
+    if known is None or known.wholes != (whole,):
+        raise Refused(
+            "data",
+            f"The ledger of the site {site_dir} was, or may have been, charged for another data"
+            " set, or for this one as it was: nobody knows whether people who are held out now"
+            " were trained on then. Restore the data set as it was, or send tables with noise"
+            " (evaluation_epsilon).",
+        )

@@ -167,7 +167,7 @@ def _train(
     state = method.begin_round(method.load_state(previous.state if previous else None))
     terms = run_terms(request.run, site.data.unit, site.noise.name, method, plan, experiment)
     if site.partition is not None and ledger.terms.of_real_people:
-        site.partition.remember(site.site_dir)  # before the first charge
+        site.partition.remember(site.site_dir, charged=bool(ledger.runs))  # before a charge
     seeded = site.noise.name == "seeded"
     account = (
         Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)

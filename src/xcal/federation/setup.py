@@ -79,6 +79,7 @@ class Federation:
             client,
             len(self.parts.shards),
             shared=self.parts.shared_units,
+            whole=self.data.digest,
         )
 
     def units(self, client: int) -> int:

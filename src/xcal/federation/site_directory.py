@@ -5,7 +5,6 @@
     ledger.sqlite    what its population has paid
     refusals.jsonl   what it refused, and why
     partition.json   which part of a data set it was first charged for
-    exact_counts.json  what left of held-out people without noise, if the policy sends that
     runs/            its answers, by run
     evaluation/      how models did on its own held-out images; heads of its own
 
@@ -162,6 +161,7 @@ class OwnImages:
     images: Images
     brightness: float
     classes: int
+    whole: str  # digest of the set that they are of
 
 
 # A process that answers many rounds reads its images once.
@@ -174,7 +174,7 @@ def _own_images(name: str, pixels: int, unit: str, group_cap: int | None) -> Own
     if group_cap is not None:
         rng = np.random.default_rng(DATA_SEED)
         images = images.take(cap_groups(images.groups, group_cap, rng))
-    return OwnImages(images, 1.0, len(data.classes))
+    return OwnImages(images, 1.0, len(data.classes), data.digest)
 
 
 @lru_cache(maxsize=2)
@@ -303,16 +303,22 @@ class SiteDirectory:
                 f" {self.about.shard}: set shard in site.toml."
             )
         shard = parts.shards[self.about.shard]
-        return OwnImages(data.train.take(shard.indices), shard.brightness, len(data.classes))
+        images = data.train.take(shard.indices)
+        return OwnImages(images, shard.brightness, len(data.classes), data.digest)
 
-    def partition(self, experiment: Experiment, images: Images) -> PartitionRecord:
+    def partition(self, experiment: Experiment, own: OwnImages) -> PartitionRecord:
         """Which images of which data set these are: all of its own, or a part of a trial's."""
         if self.about.data is not None:
-            return PartitionRecord.of(images, experiment)
+            return PartitionRecord.of(own.images, experiment, whole=own.whole)
         whole = self.trial()
         parts = _parts(whole)[1]
         return PartitionRecord.of(
-            images, whole, self.about.shard, len(parts.shards), shared=parts.shared_units
+            own.images,
+            whole,
+            self.about.shard,
+            len(parts.shards),
+            shared=parts.shared_units,
+            whole=own.whole,
         )
 
     def hold(self, experiment: Experiment) -> Held:
@@ -338,7 +344,7 @@ class SiteDirectory:
             data=data,
             noise=self.noise(),
             dealt=self.about.data is None,
-            partition=self.partition(experiment, own.images),
+            partition=self.partition(experiment, own),
             build_model=lambda: build_network(experiment, own.classes).to(experiment.device),
         )
         return Held(site, own.classes, own.images.pixels.shape[1])

@@ -24,7 +24,6 @@ from xcal.models.backbone import Split
 # Always the same neighbors: what the beginning makes of an image is then the same to the bit,
 # whichever step asks first, also after a resume. Beside any neighbors it is where `rows` is given.
 _BLOCK = 32
-_FIRST: dict[tuple[str, int], Tensor] = {}  # by backbone and side of the images
 
 
 class Inputs:
@@ -44,6 +43,7 @@ class Inputs:
         self._device = device
         self._store = store
         self._kept: _Kept | None = None
+        self._ones: dict[str, Tensor] = {}  # by the backbone's digest
 
     def pictures(self, images: NDArray[np.int64], views: NDArray[np.int64]) -> Tensor:
         """The images of these numbers in these views, normalized."""
@@ -96,11 +96,10 @@ class Inputs:
 
     def _first(self, split: Split, digest: str) -> Tensor:
         """Zeros of the shape and type of what `split` makes of one image."""
-        like = digest, self._pixels.shape[1]
-        if like not in _FIRST:
+        if digest not in self._ones:
             zero = np.zeros(1, np.int64)
-            _FIRST[like] = torch.zeros_like(split.begin(self.pictures(zero, zero)))
-        return _FIRST[like]
+            self._ones[digest] = torch.zeros_like(split.begin(self.pictures(zero, zero)))
+        return self._ones[digest]
 
     def _count(self, views: int) -> int:
         return (len(self._views) if views > 1 else 1) * len(self._pixels)

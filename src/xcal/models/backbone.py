@@ -59,15 +59,18 @@ class Split:
         return any(module is one for part in self.rest for one in part.modules())
 
     def digest(self) -> str:
-        """A fingerprint of the beginning's weights: the same means the same activations."""
-        tensors = [t for part in self.beginning for t in (*part.parameters(), *part.buffers())]
-        about = [len(self.beginning), *(repr(getattr(p, "views", "")) for p in self.beginning)]
-        return kept_digest(repr(about), tensors, self._digest)
+        """A fingerprint of the beginning: the same means the same activations.
 
-    def _digest(self) -> str:
+        Of its weights, and of what its modules say of themselves: strides are no weights.
+        """
+        tensors = [t for part in self.beginning for t in (*part.parameters(), *part.buffers())]
+        about = [f"{part!r} {getattr(part, 'views', '')!r}" for part in self.beginning]
+        return kept_digest(repr(about), tensors, lambda: self._digest(about))
+
+    def _digest(self, about: list[str]) -> str:
         state = hashlib.sha256(str(len(self.beginning)).encode())
-        for part in self.beginning:
-            state.update(repr(getattr(part, "views", "")).encode())
+        for part, told in zip(self.beginning, about, strict=True):
+            state.update(told.encode())
             for name, value in part.state_dict().items():
                 state.update(f"{name}{tuple(value.shape)}{value.dtype}".encode())
                 state.update(value.detach().cpu().contiguous().numpy().tobytes())

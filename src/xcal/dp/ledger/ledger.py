@@ -43,6 +43,7 @@ from xcal.dp.ledger.rows import (
     check_rows,
     connect,
     covers,
+    exact_of,
     head_path,
     how_to_cover,
     load,
@@ -413,6 +414,18 @@ class Ledger:
         if self.terms.epsilon is not None:
             raise BudgetExhausted("this ledger carries a limit")
         self._append("unbounded", {"run": run, "round": round_number, "cost": "inf"})
+
+    def record_exact(self, name: str, exact: Mapping[str, Any]) -> None:
+        """Record, durably, what leaves of people whom no charge covers: its cost is infinite.
+
+        Of those that this ledger charges for it must say nothing; whoever calls sees to that.
+        """
+        self._append("unbounded", {"run": name, "round": 0, "cost": "inf", "exact": dict(exact)})
+
+    @property
+    def exact(self) -> dict[str, dict[str, Any]]:
+        """What was recorded so, by name."""
+        return exact_of(self._rows)
 
     def recorded_unbounded(self, run: str, round_number: int) -> bool:
         """Whether a round stands there already: one that is taken up is no new one."""

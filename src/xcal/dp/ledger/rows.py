@@ -323,6 +323,15 @@ def charges_of(rows: Sequence[Row], run: str) -> list[Charge]:
     return [charge_of(r) for r in rows if r.kind == "charge" and r.body["run"] == run]
 
 
+def exact_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """What left without a guarantee of people whom no charge covers, by name, oldest first."""
+    return {
+        r.body["run"]: r.body["exact"]
+        for r in rows
+        if r.kind == "unbounded" and isinstance(r.body.get("exact"), dict)
+    }
+
+
 def as_planned(run: RunTerms, rate: float, sigma: float) -> bool:
     """Whether a step is one of the run's fixed plan; any step is where nothing was fixed."""
     if run.accountant != "pld":
