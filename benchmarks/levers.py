@@ -348,7 +348,7 @@ def levers(name: str, epsilon: float) -> dict[str, Lever]:
     found |= {
         "steered by units": Lever((of["units"],), timed),
         "steered by units, shares of what is left": Lever(
-            (replace(of["units"], shares="left"),), timed, False
+            (replace(of["units"], shares="left"),), timed
         ),
         "steered by public images": Lever((of["public"], quick), timed),
         "steered by random numbers": Lever((replace(quick, signal="random"),), timed),
@@ -358,9 +358,7 @@ def levers(name: str, epsilon: float) -> dict[str, Lever]:
             tuple(replace(base, start=share) for share in (0.1, 0.25, 0.5))
         ),
         "one release alone": Lever((replace(base, start=1.0),)),
-        "keeping the salient": Lever(
-            tuple(replace(base, keep=k) for k in (0.03, 0.1, 0.3)), ("xcal",), False
-        ),
+        "keeping the salient": Lever(tuple(replace(base, keep=k) for k in (0.03, 0.1, 0.3))),
         "stages by validation": Lever(tuple(replace(base, stages=span) for span in spans)),
     }
     if name in LARGE:

@@ -1,6 +1,7 @@
-"""Where a private step of a vision transformer spends its time: `python benchmarks/profile_vit.py`.
+"""Where a private step spends its time: `python benchmarks/profile_step.py --network vit`.
 
-The ViT of MONAI (192 wide, patches of 8), one thread, in the process' own time.
+A network of `peers/`, 64 px, batch 32, one thread, in the process' own time; of the ViT also three
+ways to the gradient of a linear layer.
 """
 
 from __future__ import annotations
@@ -64,10 +65,13 @@ def weight_gradients(rounds: int) -> None:
         )
 
 
-def main(rounds: int = typer.Option(8, help="Interleaved steps of each.")) -> None:
-    """The step in plain ones, what its operations take, and three ways to a layer's gradient."""
+def main(
+    network: str = typer.Option("vit", help="Of those in peers/."),
+    rounds: int = typer.Option(8, help="Interleaved steps of each."),
+) -> None:
+    """The step in plain ones, and what its operations take."""
     torch.set_num_threads(1)
-    steps = {name: make_step(name, Setting("vit", 64, BATCH)) for name in ("sgd", "ours")}
+    steps = {name: make_step(name, Setting(network, 64, BATCH)) for name in ("sgd", "ours")}
     counts = dict.fromkeys(steps, 0)
 
     def run(name: str) -> None:
@@ -86,8 +90,9 @@ def main(rounds: int = typer.Option(8, help="Interleaved steps of each.")) -> No
         for event in events[:SHOWN]:
             share = event.self_cpu_time_total / total
             typer.echo(f"  {event.key[:40]:<40} {share:6.1%} {event.count:6} calls")
-    typer.echo("")
-    weight_gradients(rounds)
+    if network == "vit":
+        typer.echo("")
+        weight_gradients(rounds)
 
 
 if __name__ == "__main__":
