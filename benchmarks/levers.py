@@ -793,20 +793,46 @@ def cells() -> list[dict[str, Any]]:
 # --- the table ------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
+def _resampled(folder: Path, name: str, epsilon: float, label: str, seed: int) -> NDArray[Any]:
+    """Macro F1 and AUROC (2, R) of one trained head over resamples of the test groups."""
+    test = catalog.load(name, pixels=PIXELS, seed=0).test
+    said = np.load(_said(folder, name, epsilon, label, seed)).astype(np.float64)
+    return weighted_scores(test.labels.astype(np.int64), said, _times(test.groups))
+
+
 def difference(
     folder: Path, name: str, epsilon: float, label: str, beside: str, seeds: Sequence[int]
 ) -> tuple[list[float], ...]:
     """95 % intervals of the lever less another, macro F1 and AUROC, over seeds and test groups."""
-    test = catalog.load(name, pixels=PIXELS, seed=0).test
-    labels, groups = test.labels.astype(np.int64), test.groups
 
-    def read(arm: str) -> list[NDArray[np.float64]]:
-        return [np.load(_said(folder, name, epsilon, arm, s)).astype(np.float64) for s in seeds]
+    def read(arm: str) -> NDArray[Any]:
+        return np.stack([_resampled(folder, name, epsilon, arm, seed) for seed in seeds])
 
-    return intervals(labels, groups, read(label), read(beside))
+    return _spans(read(label) - read(beside))
 
 
 RESAMPLES = 200
+
+
+def _times(groups: NDArray[Any]) -> NDArray[np.float64]:
+    """How often each image counts (R, N) where groups are drawn anew."""
+    _, place = np.unique(groups, return_inverse=True)
+    generator, n = np.random.default_rng(0), int(place.max()) + 1
+    return np.stack(
+        [
+            np.bincount(generator.integers(0, n, n), minlength=n)[place].astype(np.float64)
+            for _ in range(RESAMPLES)
+        ]
+    )
+
+
+def _spans(gains: NDArray[Any]) -> tuple[list[float], ...]:
+    """95 % intervals of gains (seeds, 2, R), seeds drawn anew as well."""
+    drawn = np.random.default_rng(1).integers(0, len(gains), (RESAMPLES, len(gains)))
+    found = np.stack([gains[drawn[i], :, i].mean(axis=0) for i in range(RESAMPLES)])
+    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    return [float(low[0]), float(high[0])], [float(low[1]), float(high[1])]
 
 
 def intervals(
@@ -816,24 +842,12 @@ def intervals(
     theirs: Sequence[NDArray[np.float64]],
 ) -> tuple[list[float], ...]:
     """95 % intervals of paired differences of macro F1 and AUROC, over seeds and test groups."""
-    _, place = np.unique(groups, return_inverse=True)
-    generator, n = np.random.default_rng(0), int(place.max()) + 1
-    times = np.stack(
-        [
-            np.bincount(generator.integers(0, n, n), minlength=n)[place].astype(np.float64)
-            for _ in range(RESAMPLES)
-        ]
-    )
-    gains = np.stack(
-        [
-            weighted_scores(labels, a, times) - weighted_scores(labels, b, times)
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-    )  # (seeds, 2, resamples)
-    drawn = generator.integers(0, len(ours), (RESAMPLES, len(ours)))
-    found = np.stack([gains[drawn[i], :, i].mean(axis=0) for i in range(RESAMPLES)])
-    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
-    return [float(low[0]), float(high[0])], [float(low[1]), float(high[1])]
+    times = _times(groups)
+    gains = [
+        weighted_scores(labels, a, times) - weighted_scores(labels, b, times)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return _spans(np.stack(gains))
 
 
 def weighted_scores(
@@ -861,42 +875,57 @@ TITLES = {"ham10000": "HAM10000", "chest-xray14": "chest X-rays"}
 
 
 def table(folder: Path) -> str:
-    lines = [
-        "| set | ε | lever | η | F1 | AUROC | less | F1 [95 %] | AUROC [95 %] |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    done = cells()
-    for name, epsilon in dict.fromkeys((c["set"], c["epsilon"]) for c in done):
-        here = [c for c in done if (c["set"], c["epsilon"]) == (name, epsilon)]
-        for label, lever in levers(name, epsilon).items():
-            own = {c["seed"]: c for c in here if c["lever"] == label}
-            if len(own) < 2:
-                continue
-            first = next(iter(own.values()))
-            chosen = ", ".join(f"{k} {_told(v)}" for k, v in first["variant"].items())
-            row = [
-                TITLES.get(name, name),
-                f"{epsilon:g}",
-                label + (f" ({chosen})" if chosen else ""),
-            ]
-            row.append(f"{first['rate']:g}")
-            for measure in ("macro_f1", "auroc"):
-                values = np.array([c[measure] for c in own.values()])
-                row.append(f"{values.mean():.3f} ± {values.std(ddof=1):.3f}")
-            rows = []
-            for beside in lever.beside:
-                other = {c["seed"]: c for c in here if c["lever"] == beside and c["seed"] in own}
-                if not other:
-                    continue
-                spans = difference(folder, name, epsilon, label, beside, sorted(other))
-                gains = [beside]
-                for k, measure in enumerate(("macro_f1", "auroc")):
-                    gain = np.mean([own[s][measure] - other[s][measure] for s in other])
-                    gains.append(f"{gain:+.3f} [{spans[k][0]:+.3f}, {spans[k][1]:+.3f}]")
-                rows.append(row + gains)
-            for found in rows or [[*row, "", "", ""]]:
-                lines.append("| " + " | ".join(found).replace("-0", "−0") + " |")
-    return "\n".join(lines) + "\n"
+    """Of each ε: what every lever is worth beside another, F1 and AUROC, by set."""
+    done, parts = cells(), []
+    for epsilon in sorted({c["epsilon"] for c in done}):
+        here: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        for c in done:
+            if c["epsilon"] == epsilon:
+                here.setdefault((c["set"], c["lever"]), {})[c["seed"]] = c
+        sets = [name for name in MANY if (name, "xcal") in here]
+        heads = [f"{TITLES.get(name, name)}, {m}" for name in sets for m in ("F1", "AUROC")]
+        lines = [
+            f"| ε = {epsilon:g} | less | {' | '.join(heads)} |",
+            "|---|---|" + "---|" * len(heads),
+        ]
+        every = {name: levers(name, epsilon) for name in sets}
+        for label in dict.fromkeys(itertools.chain(*every.values())):
+            besides = dict.fromkeys(
+                b for one in every.values() if label in one for b in one[label].beside
+            ) or {"": None}
+            for beside in besides:
+                row = [label, beside]
+                for name in sets:
+                    row += _gains(folder, name, epsilon, here, label, beside)
+                if any(cell != "–" for cell in row[2:]):
+                    lines.append("| " + " | ".join(row) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _gains(
+    folder: Path,
+    name: str,
+    epsilon: float,
+    here: dict[tuple[str, str], dict[int, dict[str, Any]]],
+    label: str,
+    beside: str,
+) -> list[str]:
+    """F1 and AUROC: the mean less another's with its interval, or the mean where there is none."""
+    own, other = here.get((name, label), {}), here.get((name, beside), {})
+    both = sorted(own.keys() & other.keys())
+    if len(own) < 2 or (beside and len(both) < 2):
+        return ["–", "–"]
+    found = []
+    spans = difference(folder, name, epsilon, label, beside, both) if beside else ()
+    for k, measure in enumerate(("macro_f1", "auroc")):
+        if not beside:
+            values = np.array([c[measure] for c in own.values()])
+            found.append(f"{values.mean():.3f} ± {values.std(ddof=1):.3f}")
+            continue
+        gain = np.mean([own[s][measure] - other[s][measure] for s in both])
+        found.append(f"{gain:+.3f} [{spans[k][0]:+.3f}, {spans[k][1]:+.3f}]".replace("-", "−"))
+    return found
 
 
 PARTS_OF_XCAL = {
@@ -929,10 +958,6 @@ def parts_table() -> str:
             row.append(f"{gains.mean():+.3f} ± {wide * gains.std(ddof=1):.3f}".replace("-", "−"))
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _told(value: Any) -> str:
-    return f"{value[0]}-{value[-1]}" if isinstance(value, list) else f"{value:g}"
 
 
 def main() -> None:
