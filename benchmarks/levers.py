@@ -796,9 +796,16 @@ def cells() -> list[dict[str, Any]]:
 @lru_cache(maxsize=256)
 def _resampled(folder: Path, name: str, epsilon: float, label: str, seed: int) -> NDArray[Any]:
     """Macro F1 and AUROC (2, R) of one trained head over resamples of the test groups."""
-    test = catalog.load(name, pixels=PIXELS, seed=0).test
     said = np.load(_said(folder, name, epsilon, label, seed)).astype(np.float64)
-    return weighted_scores(test.labels.astype(np.int64), said, _times(test.groups))
+    labels, times = _test(name)
+    return weighted_scores(labels, said, times)
+
+
+@lru_cache
+def _test(name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The labels of a set's test images, and how often each counts in every resample."""
+    test = catalog.load(name, pixels=PIXELS, seed=0).test
+    return test.labels.astype(np.int64), _times(test.groups)
 
 
 def difference(
