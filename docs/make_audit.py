@@ -18,11 +18,11 @@ HERE = Path(__file__).parent
 
 HEAD = """# What attacks found
 
-A guarantee in prose is a promise; one that attacks have failed to break is evidence, as much as the
-attacks were able to find. So every attack here is also run where it must succeed: on training
+A written guarantee is a promise; that attacks have failed to break it is evidence, as strong as the
+attacks are. So every attack here is also run where it must succeed: on training
 without privacy, and on mechanisms broken on purpose. All figures below come from
 `benchmarks/results/audit`, made by the commands named, on `smear` at 32 pixels (seed 0, one client,
-δ = 1e-5); this page is made of them by `python docs/make_audit.py benchmarks/results/audit`.
+δ = 1e-5); this page is generated from them by `python docs/make_audit.py benchmarks/results/audit`.
 
 """
 
@@ -30,49 +30,49 @@ ONE_RUN = """## Canaries in one run
 
 Steinke, Nasr and Jagielski (2023): m canaries, each included with probability ½; an observer
 guesses which, or abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go
-through the real round: sampler, clipping, noise, filter, ledger. A canary that is out stays a unit
-which contributes zero, the neighbor of our guarantee, and the number of units is the declared one.
+through the real round: sampler, clipping, noise, filter, ledger. A canary that is left out remains a
+unit which contributes zero, as in the neighbors of our guarantee, and the number of units is the declared one.
 
 - *gradient*: a fixed direction of norm C, the most that a unit can do, orthogonal to all others.
 - *mislabeled*: a real image under another label, through network, clipping and signal.
 - *client*: a whole client's update of norm C, for methods whose noise a trusted server adds. At
-  record level nothing is promised against that server, and mislabeled images are found or not as
+  record level there is no guarantee against that server, and mislabeled images are found or not as
   in plain training.
 
-*Seen* is: every **step**'s release (what the guarantee covers, and more than any server gets);
+*Seen* is the attacker's view: every **step**'s release (what the guarantee covers, and more than any server gets);
 every **round**'s weights (the honest-but-curious server; for client canaries, what clients get);
 the **final** model alone. *At best* is the ε found if every guess were right: with this many
-canaries no audit says more. *Expected* is what an ideal auditor finds on average against exactly
+canaries no audit can show more. *Expected* is what an ideal auditor finds on average against exactly
 the noise that was charged: the theorem is far from tight for subsampled Gaussians at small δ, so a
-bound near it means that the audit works and that there is nothing more to see. *p* is the
+bound near it means that the audit works and that there is nothing more to find. *p* is the
 probability of as many right guesses if no more leaked than was charged: this is the sharper test,
 and a p below 1e-4, less noise than charged in any release, or ε found above ε claimed are reported
-as a broken guarantee. Methods without a guarantee (ε = ∞) are attacked all the same.
+as a broken guarantee. Methods without a guarantee (ε = ∞) are attacked as well.
 
 """
 
 MEMBERSHIP = """## Membership inference
 
 A pool of images, a random half of them in each model; the loss alone (Yeom et al. 2018) and
-likelihood ratios with the other models as shadows (LiRA, Carlini et al. 2022), on the final model,
-which plain training has learnt by heart. Intervals are 95 %, by resampling images. *Allowed* is the
-most true positives that (ε, δ) admits at 1 % false positives. `dp-fedavg` promises nothing per
+likelihood ratios with the other models as shadows (LiRA, Carlini et al. 2022), on the final model;
+in plain training it has memorized its images. Intervals are 95 %, by resampling images. *Allowed* is the
+highest true positive rate that (ε, δ) admits at 1 % false positives. `dp-fedavg` has no guarantee per
 image (its guarantee is per client, by a trusted server): what that server sees is plain training.
 
 """
 
 INVERSION = """## Gradient inversion
 
-The server takes a client's update for a gradient and searches pictures that have it: DLG (Zhu et
+The server treats a client's update as a gradient and searches for images that produce it: DLG (Zhu et
 al. 2019; L-BFGS on the squared distance) and the angle with a total-variation prior (Geiping et al.
 2020). *One step*: one image, batch 1, the label read off the last layer. *Whole round*: two images,
 two Poisson steps; the attacker is even told labels and how often each image was drawn. The network
-for which success is stated is a LeNet with sigmoids and no normalization
-(`xcal.audit.networks:lenet32`): its gradients hold the picture, brightness and all. `small`
-standardizes its input and has ReLUs after GroupNorm; its pictures are given the originals' mean and
-deviation per channel before they are compared, which flatters the attack, and it still finds
-nothing. The private updates are those of `fl-dp` at a client with nothing but these images: nobody
-else's gradient hides them. The attacker's settings are the same everywhere; a smoother prior
+on which the attack succeeds is a LeNet with sigmoids and no normalization
+(`xcal.audit.networks:lenet32`): its gradients contain the image, including its brightness. `small`
+standardizes its input and has ReLUs after GroupNorm; its reconstructions are given the originals' mean
+and standard deviation per channel before they are compared, which favors the attack, and it still finds
+nothing. The private updates are those of `fl-dp` at a client with only these images: no other
+gradients hide them. The attacker's settings are the same everywhere; a smoother prior
 would turn its noise into gray, which has {gray:.1f} dB (each picture's own mean color).
 
 ![Reconstructions beside originals](inversion.png)
@@ -81,8 +81,8 @@ would turn its noise into gray, which has {gray:.1f} dB (each picture's own mean
 
 MUTANTS = """## Mechanisms broken on purpose
 
-Each mutant replaces real code while the check runs (`tests/audit/mutants.py`); a check catches it
-if it fails. `python tests/audit/run_mutants.py`, part of `make test-audit`, runs all of this, and
+Each mutant replaces real code while the check runs (`tests/audit/mutants.py`); a check that fails
+has caught it. `python tests/audit/run_mutants.py`, part of `make test-audit`, runs all of this, and
 that every check passes without a mutant.
 
 """
@@ -91,8 +91,8 @@ TAIL = """## What this does not show
 
 An audit bounds ε from below. It tries what we thought of, at these settings, on one synthetic data
 set; it says nothing about timing or a client's own machine. One-run audits at δ = 1e-5 find about a
-fifth to a third of ε even of an ideal canary; *p* and the mutants show what they would notice all
-the same.
+fifth to a third of ε even with an ideal canary; *p* and the mutants show what they can detect
+nevertheless.
 """
 
 
