@@ -486,13 +486,20 @@ def test_a_hospitals_own_people_are_counted(ward: Callable[..., Ward]) -> None:
     ("train", "test"), [(SECOND, FIRST), (range(30), range(40, 60)), (range(40), range(45, 60))]
 )
 def test_who_may_have_been_trained_on_is_not_counted(
-    ward: Callable[..., Ward], unit: str, train: Sequence[int], test: Sequence[int]
+    ward: Callable[..., Ward],
+    invoke: Invoke,
+    unit: str,
+    train: Sequence[int],
+    test: Sequence[int],
 ) -> None:
     """Whatever the set was when the ledger was charged, and it is another one now."""
     here = ward(unit)
     here.has(FIRST, SECOND)
     assert isinstance(here.asks(), Reply)
+    assert invoke("site", "check", str(here.site))[0] == 0
     here.has(train, [n for n in test if n not in train])
+    code, _, err = invoke("site", "check", str(here.site))
+    assert code == 1 and "no exact counts would be sent" in err
     assert here.asks(last=True) == Refusal("0", "data")
     assert counts_sent(here.site) == []
     here.has(FIRST, SECOND)

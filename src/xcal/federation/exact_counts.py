@@ -112,7 +112,9 @@ def send_counts(
     both: refused where that is not known.
     """
     if not held.people:
-        why = f"a group of them is a {held.who}, which is no person" if held.apart else "nobody says"
+        why = (
+            f"a group of them is a {held.who}, which is no person" if held.apart else "nobody says"
+        )
         raise Refused(
             "data",
             f"Whose the held-out images are must be known, and is not ({why}): no exact counts are"

@@ -22,9 +22,10 @@ from xcal.federation.exact_counts import counts_sent, sent_text
 from xcal.federation.files import read_tensors
 from xcal.federation.held_out import held_out
 from xcal.federation.loaded_site import remembered_head
-from xcal.federation.partition_record import recorded_partition
+from xcal.federation.partition_record import check_never_else, recorded_partition
 from xcal.federation.policy import looser_than_recommended, site_file
 from xcal.federation.preflight import check_device
+from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import check_groups_apart, check_groups_known
 from xcal.federation.site_directory import SiteDirectory
 from xcal.federation.site_identity import ROSTER, public_key, read_roster
@@ -191,14 +192,26 @@ def _held_out(site_dir: SiteDirectory) -> list[Finding]:
                 "ok" if held.apart else "warning", text + (f" {known}" if held.apart else unknown)
             )
         )
-        if policy.evaluation_floor and not held.apart:
-            told = "evaluation_floor in policy.toml needs data that say of every image whose it is"
-            found.append(Finding("problem", f"{told}: import them with --group-column"))
+        if policy.evaluation_floor and not held.people:
+            told = "evaluation_floor in policy.toml needs data that say of every image which person"
+            what = f" (a {held.who} is none)" if held.apart else ""
+            found.append(Finding("problem", f"{told} it shows{what}: import with --group-column"))
+        elif policy.evaluation_floor and recorded_partition(site_dir.path) is not None:
+            found += _never_else(site_dir, held.data.digest)
     if about.personal and not policy.personal_epsilon:
         found.append(
             Finding("problem", "personal in site.toml needs personal_epsilon in policy.toml")
         )
     return found
+
+
+def _never_else(site_dir: SiteDirectory, whole: str) -> list[Finding]:
+    """Whether exact counts of this set would be sent."""
+    try:
+        check_never_else(site_dir.path, whole)
+    except Refused as refusal:
+        return [Finding("problem", f"no exact counts would be sent: {refusal}".rstrip("."))]
+    return []
 
 
 def check_data(site_dir: SiteDirectory) -> list[Finding]:
