@@ -30,8 +30,9 @@ ONE_RUN = """## Canaries in one run
 
 Steinke, Nasr and Jagielski (2023): m canaries, each included with probability ½; an observer
 guesses which, or abstains; too many right guesses refute (ε, δ) at 95 % confidence. Canaries go
-through the real round: sampler, clipping, noise, filter, ledger. A canary that is left out remains a
-unit which contributes zero, as in the neighbors of our guarantee, and the number of units is the declared one.
+through the real round: sampler, clipping, noise, filter, ledger. A canary that is left out remains
+a unit which contributes zero, as in the neighbors of our guarantee, and the number of units is the
+declared one.
 
 - *gradient*: a fixed direction of norm C, the most that a unit can do, orthogonal to all others.
 - *mislabeled*: a real image under another label, through network, clipping and signal.
@@ -39,15 +40,15 @@ unit which contributes zero, as in the neighbors of our guarantee, and the numbe
   record level there is no guarantee against that server, and mislabeled images are found or not as
   in plain training.
 
-*Seen* is the attacker's view: every **step**'s release (what the guarantee covers, and more than any server gets);
-every **round**'s weights (the honest-but-curious server; for client canaries, what clients get);
-the **final** model alone. *At best* is the ε found if every guess were right: with this many
-canaries no audit can show more. *Expected* is what an ideal auditor finds on average against exactly
-the noise that was charged: the theorem is far from tight for subsampled Gaussians at small δ, so a
-bound near it means that the audit works and that there is nothing more to find. *p* is the
-probability of as many right guesses if no more leaked than was charged: this is the sharper test,
-and a p below 1e-4, less noise than charged in any release, or ε found above ε claimed are reported
-as a broken guarantee. Methods without a guarantee (ε = ∞) are attacked as well.
+*Seen* is the attacker's view: every **step**'s release (what the guarantee covers, and more than
+any server gets); every **round**'s weights (the honest-but-curious server; for client canaries,
+what clients get); the **final** model alone. *At best* is the ε found if every guess were right:
+with this many canaries no audit can show more. *Expected* is what an ideal auditor finds on average
+against exactly the noise that was charged: the theorem is far from tight for subsampled Gaussians
+at small δ, so a bound near it means that the audit works and that there is nothing more to find.
+*p* is the probability of as many right guesses if no more leaked than was charged: this is the
+sharper test, and a p below 1e-4, less noise than charged in any release, or ε found above ε claimed
+are reported as a broken guarantee. Methods without a guarantee (ε = ∞) are attacked as well.
 
 """
 
@@ -55,25 +56,26 @@ MEMBERSHIP = """## Membership inference
 
 A pool of images, a random half of them in each model; the loss alone (Yeom et al. 2018) and
 likelihood ratios with the other models as shadows (LiRA, Carlini et al. 2022), on the final model;
-in plain training it has memorized its images. Intervals are 95 %, by resampling images. *Allowed* is the
-highest true positive rate that (ε, δ) admits at 1 % false positives. `dp-fedavg` has no guarantee per
-image (its guarantee is per client, by a trusted server): what that server sees is plain training.
+in plain training it has memorized its images. Intervals are 95 %, by resampling images. *Allowed*
+is the highest true positive rate that (ε, δ) admits at 1 % false positives. `dp-fedavg` has no
+guarantee per image (its guarantee is per client, by a trusted server): what that server sees is
+plain training.
 
 """
 
 INVERSION = """## Gradient inversion
 
-The server treats a client's update as a gradient and searches for images that produce it: DLG (Zhu et
-al. 2019; L-BFGS on the squared distance) and the angle with a total-variation prior (Geiping et al.
-2020). *One step*: one image, batch 1, the label read off the last layer. *Whole round*: two images,
-two Poisson steps; the attacker is even told labels and how often each image was drawn. The network
-on which the attack succeeds is a LeNet with sigmoids and no normalization
+The server treats a client's update as a gradient and searches for images that produce it: DLG (Zhu
+et al. 2019; L-BFGS on the squared distance) and the angle with a total-variation prior (Geiping et
+al. 2020). *One step*: one image, batch 1, the label read off the last layer. *Whole round*: two
+images, two Poisson steps; the attacker is even told labels and how often each image was drawn. The
+network on which the attack succeeds is a LeNet with sigmoids and no normalization
 (`xcal.audit.networks:lenet32`): its gradients contain the image, including its brightness. `small`
-standardizes its input and has ReLUs after GroupNorm; its reconstructions are given the originals' mean
-and standard deviation per channel before they are compared, which favors the attack, and it still finds
-nothing. The private updates are those of `fl-dp` at a client with only these images: no other
-gradients hide them. The attacker's settings are the same everywhere; a smoother prior
-would turn its noise into gray, which has {gray:.1f} dB (each picture's own mean color).
+standardizes its input and has ReLUs after GroupNorm; its reconstructions are given the originals'
+mean and standard deviation per channel before they are compared, which favors the attack, and it
+still finds nothing. The private updates are those of `fl-dp` at a client with only these images: no
+other gradients hide them. The attacker's settings are the same everywhere; a smoother prior would
+turn its noise into gray, which has {gray:.1f} dB (each picture's own mean color).
 
 ![Reconstructions beside originals](inversion.png)
 
