@@ -172,7 +172,7 @@ def test_no_sequence_of_signals_overspends(signals, w):
         now = now.after(cost)
         state = state.updated(signal, rule)
     # far from a usual w and K, more may be left over, never spent too much
-    assert 0.85 * plan.budget <= now.spent <= plan.budget
+    assert 0.84 * plan.budget <= now.spent <= plan.budget
 
 
 def best_time(action, repeats: int = 7, calls: int = 300) -> float:
