@@ -203,11 +203,19 @@ def gray(found: list[Inverted]) -> float:
     )
 
 
-def main(folder: Path) -> None:
+def inverted(folder: Path) -> list[Any]:
+    """What inversions left as arrays."""
+    return [r for path in sorted(folder.glob("*.npz")) for r in load_inverted(path)]
+
+
+def page(folder: Path) -> str:
+    """The page on these results; the picture of inversions stands beside it."""
     results = [
         json.loads(p.read_text()) for p in sorted(folder.glob("*.json")) if p.stem != "mutants"
     ]
-    found = [r for path in sorted(folder.glob("*.npz")) for r in load_inverted(path)]
+    if not results:
+        raise SystemExit(f"{folder} has no results of an audit: the page stays as it is.")
+    found = inverted(folder)
     text = HEAD
     for attack, lead, show in (
         ("one-run", ONE_RUN, one_run),
@@ -227,8 +235,12 @@ def main(folder: Path) -> None:
     path = folder / "mutants.json"
     if path.exists():
         text += MUTANTS + mutants(json.loads(path.read_text()))
-    (HERE / "audit.md").write_text(text + TAIL)
-    if found:
+    return text + TAIL
+
+
+def main(folder: Path) -> None:
+    (HERE / "audit.md").write_text(page(folder))
+    if found := inverted(folder):
         draw_inversion(found, HERE / "inversion.png")
 
 
