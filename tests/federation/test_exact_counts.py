@@ -14,13 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 
+import xcal
 from made_sites import tiny_site
 from support import TINY, tiny
 from wire import a_request, real
 from xcal.data.images import Images
 from xcal.data.importing import import_dataset
+from xcal.dp import refusals as engine_refusals
 from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
@@ -555,6 +559,55 @@ def test_who_was_counted_is_not_trained_on(ward: Callable[..., Ward], unit: str)
     assert "may now be trained on" in (here.site / "refusals.jsonl").read_text()
     here.has(FIRST, SECOND)
     assert isinstance(here.asks("two"), Reply)
+
+
+def own_loop(site: Path) -> None:
+    """One step of a loop of the owner's own, charged to the site's ledger."""
+    engine = xcal.PrivacyEngine(ledger=site)
+    network: torch.nn.Module = torch.nn.Linear(3, 2)
+    try:
+        network, optimizer, criterion, loader = engine.make_private_with_epsilon(
+            module=network,
+            optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+            criterion=torch.nn.CrossEntropyLoss(),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(40, 3), torch.zeros(40, dtype=torch.long)), batch_size=20
+            ),
+            target_epsilon=1.0,
+            target_delta=1e-4,
+            epochs=1,
+            max_grad_norm=1.0,
+            groups=list(range(40)),
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(network(x), y).backward()
+            optimizer.step()
+            break
+    finally:
+        engine.close()
+
+
+def test_a_loop_of_ones_own_does_not_train_on_who_was_counted(ward: Callable[..., Ward]) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    assert here.asks(last=True).counts
+    spent = charges(here.site)
+    with pytest.raises(engine_refusals.Refused) as refused:
+        own_loop(here.site)
+    assert refused.value.code == "counted" and charges(here.site) == spent
+
+
+def test_who_a_loop_of_ones_own_may_have_trained_on_is_not_counted(
+    ward: Callable[..., Ward],
+) -> None:
+    here = ward()
+    here.has(FIRST, SECOND)
+    assert isinstance(here.asks(), Reply)
+    own_loop(here.site)
+    assert here.asks(last=True) == Refusal("0", "data")
+    assert counts_sent(here.site) == []
 
 
 def test_a_backup_that_is_put_back_sends_no_second_table(

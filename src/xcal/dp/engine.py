@@ -34,7 +34,7 @@ from xcal.dp.checks import (
 )
 from xcal.dp.ledger.ledger import Ledger, create
 from xcal.dp.ledger.reading import ledger_path
-from xcal.dp.ledger.rows import Head, Release, RunTerms, Terms
+from xcal.dp.ledger.rows import OWN_LOOP, Head, Release, RunTerms, Terms
 from xcal.dp.ledger_in_memory import MemoryLedger
 from xcal.dp.loader import PrivateLoader
 from xcal.dp.mechanism import Mechanism
@@ -401,7 +401,7 @@ class PrivacyEngine:
         fixed = plan.accountant == "pld"
         run = RunTerms(
             run=secrets.token_hex(8) if name is None else name,
-            method="dp-sgd",
+            method=OWN_LOOP,
             unit=unit,
             epsilon=epsilon,
             delta=delta,
@@ -461,6 +461,13 @@ class PrivacyEngine:
             self._ledger = Ledger(self._path, expected=head)
         noise: NoiseSource = SecureNoise() if terms.seed is None else SeededNoise(terms.seed)
         try:
+            if self._path is not None and self._ledger.exact:
+                raise Refused(
+                    "counted",
+                    f"Exact counts of held-out people have left the site of {self._path}, and"
+                    " nobody knows whether they are in this data set: train in rounds of the"
+                    " federation, or with a ledger of other people.",
+                )
             if self._policy is not None:
                 plan = _plan(terms)
                 assert plan is not None  # a ledger needs a budget

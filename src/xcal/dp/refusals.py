@@ -24,6 +24,7 @@ CODES = {
     "not-zeroed": "gradients of an earlier draw that were not zeroed, or are being accumulated",
     "unwrapped-optimizer": "a step of the optimizer that was handed in instead of the returned one",
     "budget": "a step after the budget was spent",
+    "counted": "a ledger whose site has sent exact counts of people whom the loop may train on",
     "resume": "a saved training that does not fit what it is resumed with",
 }
 

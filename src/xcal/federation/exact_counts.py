@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from xcal.data.images import Images
 from xcal.dp.ledger.ledger import Ledger
-from xcal.dp.ledger.rows import Row, exact_of, read_rows
+from xcal.dp.ledger.rows import OWN_LOOP, Row, exact_of, read_rows
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.admission import check_population
@@ -137,6 +137,13 @@ def send_counts(
             raise _answered(run)
         if ledger.terms.of_real_people:
             check_never_else(site.path, held.data.digest)
+            if any(one.method == OWN_LOOP for one in ledger.runs.values()):
+                raise Refused(
+                    "data",
+                    "The ledger was charged by a training loop of the site's own, and nobody knows"
+                    " whether people who are held out were trained on there: no exact counts are"
+                    " sent of them.",
+                )
         if len(earlier) >= limit:
             detail = f"evaluation_tables = {limit} in policy.toml, and so many were sent"
             note(site.path, "not-disclosed", run=run, detail=detail)

@@ -24,6 +24,7 @@ GENESIS = "0" * 64
 UNITS = ("record", "group", "client")
 RULES = ("sum", "renyi")
 ACCOUNTANTS = ("renyi", "pld")
+OWN_LOOP = "dp-sgd"  # the method of every training loop of one's own
 NOISE_KINDS = ("gaussian", "discrete")
 UNREADABLE = (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError)
 """What reading a damaged database and its JSON can raise."""
