@@ -79,11 +79,14 @@ class PartitionRecord:
         Call before a charge. `charged`: whether the ledger has paid for anything before.
         """
         known = recorded_partition(site_dir)
-        before = () if known is None and not charged else None if known is None else known.wholes
+        if known is not None:
+            before = known.wholes
+        else:  # of what was charged before sets were written down, nobody knows
+            before = None if charged else ()
         kept = self if known is None else known
         if known is not None and known.members is not None and self.members is not None:
             kept = replace(known, members=_with_new(known.members, self.members))
-        wholes = None  # of what was charged before sets were written down, nobody knows
+        wholes = None
         if before is not None and self.wholes is not None:
             wholes = (*before, *(whole for whole in self.wholes if whole not in before))
         kept = replace(kept, wholes=wholes)
