@@ -47,7 +47,7 @@ from xcal.models.model_registry import build_network
 from xcal.studies.grid import PROBE
 
 RESULTS = Path(__file__).parent / "results" / "masked"
-PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
+PAGE = Path(__file__).parents[1] / "docs" / "findings-probe.md"
 ROUNDS, CLIP, AVERAGE = 20, 8.0, 0.2
 RATES = {0.5: (0.02, 0.05, 0.1, 0.2, 0.5), 5.0: (0.1, 0.2, 0.5, 1.0, 2.0)}
 SITES, CHOSEN_BY = (3, 10, 50), 2

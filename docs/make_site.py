@@ -69,6 +69,7 @@ NAV: dict[str, dict[str, str]] = {
         "Threat model": "security.md",
         "What attacks found": "audit.md",
         "Findings": "findings.md",
+        "Where models learn": "findings-probe.md",
         "Findings at the laptop scale": "findings-laptop.md",
         "Common pitfalls": "pitfalls.md",
         "Glossary": "glossary.md",

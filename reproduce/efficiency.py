@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from reproduce.analysis import Series, signed
 from reproduce.paper import printed_band, printed_efficiency
 from reproduce.wording import where
-from xcal.report.words import Table, epsilon_text
+from xcal.report.words import NOTHING, Table, epsilon_text
 
 
 def lowess(
@@ -36,24 +37,31 @@ def lowess(
 
 
 @dataclass(frozen=True)
+class RoadCourse:
+    """ROAD of a series at the rounds where it was measured, and what stopping by it would do."""
+
+    share: NDArray[np.float64]
+    values: NDArray[np.float64]
+    gain: float  # per unit of Σρ/R, from the first to the last measurement
+    stop_share: float  # mean over seeds of Σρ/R at the peak …
+    stop_f1: float  # … and what a model stopped there has, on public validation images
+    stop_road: float
+    fall_left: float  # a rule that does not look ahead: what it leaves of all that a run spends …
+    fall_f1: float  # … and what the model measured before the first fall has
+    early_peaks: int  # seeds that are highest before their last measurement
+
+
+@dataclass(frozen=True)
 class Course:
-    """A series read round by round: means over seeds, at rounds where the value was measured."""
+    """A series read round by round: means over seeds."""
 
     series: Series
     share: NDArray[np.float64]  # Σρ/R, the clients' mean, after each round
     f1: NDArray[np.float64]
-    road_share: NDArray[np.float64]
-    road: NDArray[np.float64]
     f1_gain: float  # per unit of Σρ/R, from the first to the last round
-    road_gain: float
-    stop_share: float  # mean over seeds of Σρ/R at the ROAD peak …
-    stop_f1: float  # … and what a model stopped there has, on public validation images
-    stop_road: float
     f1_peak_share: float  # mean over seeds of Σρ/R at the F1 peak
-    fall_left: float  # a rule that knows no future: what it leaves of all that a run spends …
-    fall_f1: float  # … and what the model measured before ROAD's first fall has
-    early_peaks: int  # seeds whose ROAD is highest before its last measurement
     sigma: NDArray[np.float64]  # noise multiplier, the clients' mean, in each round
+    road: RoadCourse | None  # None where ROAD was not measured on the way
 
 
 def first_fall(values: Sequence[float]) -> tuple[int, int]:
@@ -66,51 +74,54 @@ def first_fall(values: Sequence[float]) -> tuple[int, int]:
 
 def course_of(series: Series) -> Course | None:
     """None where a method has no budget to speak of, or nothing was measured on the way."""
-    shares, f1s, roads, stops, sigmas = [], [], [], [], []
-    road_rounds: list[int] = []
-    early = 0
+    shares, f1s, peaks, sigmas = [], [], [], []
     for result in series.cells.values():
         rounds = result.values["rounds"]
-        if any(s is None for line in rounds["share"] for s in line) or None in rounds["f1"]:
+        spent = any(s is None for line in rounds["share"] for s in line)
+        if spent or None in rounds["f1"] or len(rounds["f1"]) < 2:
             return None
-        road_rounds = [t for t, v in enumerate(rounds["road"]) if v is not None]
-        if len(road_rounds) < 2:
-            return None
-        share = np.array([np.mean(line) for line in rounds["share"]])
-        f1 = np.array(rounds["f1"], float)
-        road = np.array([rounds["road"][t] for t in road_rounds], float)
-        peak = road_rounds[int(road.argmax())]
-        fall, before = (road_rounds[t] for t in first_fall(road.tolist()))
-        left = 1 - share[fall] / share[-1]
-        stops.append((share[peak], f1[peak], road.max(), share[int(f1.argmax())], left, f1[before]))
-        early += peak != road_rounds[-1]
+        share, f1 = _shares(rounds), np.array(rounds["f1"], float)
         shares.append(share)
-        sigmas.append([np.mean([v for v in line if v is not None]) for line in rounds["sigma"]])
         f1s.append(f1)
-        roads.append(road)
+        peaks.append(share[int(f1.argmax())])
+        sigmas.append([np.mean([v for v in line if v is not None]) for line in rounds["sigma"]])
     if not shares:
         return None
-    share, f1, road = (np.mean(v, axis=0) for v in (shares, f1s, roads))
-    road_share = share[road_rounds]
-    means = map(float, np.mean(stops, axis=0))
-    stop_share, stop_f1, stop_road, f1_peak_share, fall_left, fall_f1 = means
+    share, f1 = (np.mean(v, axis=0) for v in (shares, f1s))
     return Course(
         series,
         share,
         f1,
-        road_share,
-        road,
         f1_gain=float((f1[-1] - f1[0]) / (share[-1] - share[0])),
-        road_gain=float((road[-1] - road[0]) / (road_share[-1] - road_share[0])),
-        stop_share=stop_share,
-        stop_f1=stop_f1,
-        stop_road=stop_road,
-        f1_peak_share=f1_peak_share,
-        fall_left=fall_left,
-        fall_f1=fall_f1,
-        early_peaks=early,
+        f1_peak_share=float(np.mean(peaks)),
         sigma=np.mean(sigmas, axis=0),
+        road=_road_course(series),
     )
+
+
+def _shares(rounds: Mapping[str, Any]) -> NDArray[np.float64]:
+    return np.array([np.mean(line) for line in rounds["share"]])
+
+
+def _road_course(series: Series) -> RoadCourse | None:
+    shares, roads, stops, early = [], [], [], 0
+    for result in series.cells.values():
+        rounds = result.values["rounds"]
+        measured = [t for t, v in enumerate(rounds["road"]) if v is not None]
+        if len(measured) < 2:
+            return None
+        share, f1 = _shares(rounds), np.array(rounds["f1"], float)
+        road = np.array([rounds["road"][t] for t in measured], float)
+        peak = measured[int(road.argmax())]
+        fall, before = (measured[t] for t in first_fall(road.tolist()))
+        stops.append((share[peak], f1[peak], road.max(), 1 - share[fall] / share[-1], f1[before]))
+        early += peak != measured[-1]
+        shares.append(share[measured])
+        roads.append(road)
+    share, road = (np.mean(v, axis=0) for v in (shares, roads))
+    stop_share, stop_f1, stop_road, fall_left, fall_f1 = map(float, np.mean(stops, axis=0))
+    gain = float((road[-1] - road[0]) / (share[-1] - share[0]))
+    return RoadCourse(share, road, gain, stop_share, stop_f1, stop_road, fall_left, fall_f1, early)
 
 
 def without_course(series: Iterable[Series]) -> list[str]:
@@ -136,20 +147,17 @@ def efficiency_table(courses: Sequence[Course]) -> Table:
     for c in courses:
         p = c.series.place
         which = c.series.method, p.epsilon
+        paper = _beside(printed_efficiency("road", p.data, *which), 1)
         rows.append(
             (
                 f"`{c.series.method}`",
                 where(p),
                 epsilon_text(p.epsilon),
                 signed(c.f1_gain) + _beside(printed_efficiency("f1", p.data, *which), 3),
-                signed(c.road_gain) + _beside(printed_efficiency("road", p.data, *which), 1),
+                (NOTHING if c.road is None else signed(c.road.gain)) + paper,
                 f"{100 * float(c.share[-1]):.0f} %",
                 f"{100 * c.f1_peak_share:.0f} %",
-                f"{100 * c.stop_share:.0f} %",
-                f"{c.early_peaks} of {len(c.series.cells)}",
-                f"{c.stop_f1:.3f} / {c.f1[-1]:.3f}",
-                f"{c.stop_road:.3f} / {c.road[-1]:.3f}",
-                f"{c.fall_f1:.3f}, {100 * c.fall_left:.0f} % left",
+                *_road_cells(c),
                 f"{c.sigma[0]:.2f} / {c.sigma.min():.2f} / {c.sigma[-1]:.2f}",
             )
         )
@@ -173,32 +181,49 @@ def efficiency_table(courses: Sequence[Course]) -> Table:
         " ROAD in its own percent. Peaks are those of each seed's own course, in shares of the"
         " budget; a peak chosen after the fact is biased upwards, most where the course is noise."
         " Before the last: seeds whose ROAD is highest before its last measurement. A rule that"
-        " knows no future stops at the first measurement of ROAD that is lower than the one"
+        " does not look ahead stops at the first measurement of ROAD that is lower than the one"
         " before, and keeps the model of the one before; left: of what the run spends in the end."
         f" {_printed_band()}"
     )
     return Table("Gains by the share of the budget spent", head, tuple(rows), note)
 
 
+def _road_cells(c: Course) -> tuple[str, ...]:
+    if (r := c.road) is None:
+        return (NOTHING,) * 5
+    return (
+        f"{100 * r.stop_share:.0f} %",
+        f"{r.early_peaks} of {len(c.series.cells)}",
+        f"{r.stop_f1:.3f} / {c.f1[-1]:.3f}",
+        f"{r.stop_road:.3f} / {r.values[-1]:.3f}",
+        f"{r.fall_f1:.3f}, {100 * r.fall_left:.0f} % left",
+    )
+
+
 def efficiency_answer(courses: Sequence[Course]) -> str:
-    """Where ROAD peaks, what stopping there costs, and what is left unspent anyway."""
+    """Where F1 and ROAD peak, what stopping there costs, and what is left unspent anyway."""
     if not courses:
         return "No finished cells yet."
-    early, runs = sum(c.early_peaks for c in courses), sum(len(c.series.cells) for c in courses)
-    return (
-        f"ROAD is highest before its last measurement in {early} of {runs} runs, on public"
-        f" validation images. {_stopped(courses)} {_unspent(courses)}"
-    ).rstrip()
+    peaks = [100 * c.f1_peak_share for c in courses]
+    said = (
+        f"Macro F1 peaks at {min(peaks):.0f} to {max(peaks):.0f} % of the budget, by course, on"
+        " public validation images."
+    )
+    return " ".join(filter(None, (said, _stopped(courses), _unspent(courses))))
 
 
 def _stopped(courses: Sequence[Course]) -> str:
-    """What a rule that stops at ROAD's first fall leaves and costs, over all courses."""
-    left = [100 * c.fall_left for c in courses]
-    cost = [float(c.fall_f1 - c.f1[-1]) for c in courses]
+    """Where ROAD peaks, and what a rule that stops at its first fall leaves and costs."""
+    told = [(c, c.road) for c in courses if c.road is not None]
+    if not told:
+        return ""
+    early, runs = sum(r.early_peaks for _, r in told), sum(len(c.series.cells) for c, _ in told)
+    left = [100 * r.fall_left for _, r in told]
+    cost = [float(r.fall_f1 - c.f1[-1]) for c, r in told]
     return (
-        f"A rule that stops at its first fall leaves {np.mean(left):.0f} % of what a run would"
-        f" spend and changes F1 there by {signed(float(np.mean(cost)))} ({signed(min(cost))} to"
-        f" {signed(max(cost))})."
+        f"ROAD is highest before its last measurement in {early} of {runs} runs. A rule that stops"
+        f" at its first fall leaves {np.mean(left):.0f} % of what a run would spend and changes F1"
+        f" there by {signed(float(np.mean(cost)))} ({signed(min(cost))} to {signed(max(cost))})."
     )
 
 

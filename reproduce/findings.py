@@ -1,8 +1,8 @@
 """Fills the generated parts of the pages below from the committed results; a test compares them.
 
 A part stands between `<!-- KIND: STUDY SCALE -->` and `<!-- end -->`. Its kind says how much:
-`answer`, `overview` (the answer and a table or two), `short` (the shortest table) or `results`
-(everything).
+`answer`, `overview` (the answer and a table or two), `short` (the shortest table), `results`
+(everything) or `paper` (beside what the paper prints, at its settings and at this scale).
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import re
 from functools import cache
 from pathlib import Path
 
+from reproduce.beside_paper import beside_the_paper
 from reproduce.store import Results
 from reproduce.tables import StudyView, view
 from reproduce.whole import whole_grids
 from xcal.studies.grid import Grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/findings.md", "docs/findings-laptop.md", "docs/results.md")
+PAGES = ("docs/findings-probe.md", "docs/findings-laptop.md", "docs/results.md")
 PART = re.compile(
-    r"(<!-- (answer|overview|short|results): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
+    r"(<!-- (answer|overview|short|results|paper): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 )
 
 
@@ -38,6 +39,9 @@ def _seen(study: str, scale: str) -> StudyView:
 
 def part(kind: str, study: str, scale: str) -> str:
     found = _seen(study, scale)
+    if kind == "paper":
+        made = beside_the_paper(_seen(study, "paper").series, found.series)
+        return "" if made is None else made.markdown()
     if kind == "short":
         return found.overviews[-1].markdown()
     pieces = [found.answer]

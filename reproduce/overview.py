@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
-from reproduce.analysis import BASELINE, Comparison, Series, find, printed_gain, signed
+from reproduce.analysis import (
+    BASELINE,
+    Comparison,
+    Series,
+    against,
+    find,
+    printed_gain,
+    signed,
+)
+from reproduce.paper import printed
+from reproduce.store import Results
 from reproduce.wording import figure, judged, where
 from xcal.report.words import NOTHING, Table, epsilon_text
 from xcal.studies.statistics import Difference, Verdict
@@ -148,6 +158,52 @@ def methods_overview(series: Sequence[Series], comparisons: Sequence[Comparison]
         " prints for XCal-FL. `agp` has no guarantee at any ε."
     )
     return Table("Macro F1 against static noise", head, tuple(rows), note)
+
+
+def clients_overview(series: Sequence[Series], results: Results) -> Table | None:
+    """A row a number of clients and a shift: what noise costs there, and the published rule."""
+    rows = []
+    for base in (s for s in series if s.method == BASELINE):
+        place = base.place
+        free, rule = find(series, place.at(None), "fl"), find(series, place, "xcal-paper")
+        made = None if rule is None else against(rule, base, results)
+        printed_here = [
+            printed(
+                "macro_f1",
+                place.data,
+                method,
+                place.epsilon,
+                network=place.network,
+                clients=place.clients,
+                partition=place.partition,
+            )
+            for method in ("fl", BASELINE, "xcal-paper")
+        ]
+        rows.append(
+            (
+                place.data,
+                place.network,
+                epsilon_text(place.epsilon),
+                str(place.clients),
+                place.partition,
+                figure(None if free is None else free.summary("macro_f1")),
+                figure(base.summary("macro_f1")),
+                _with_verdict(None if made is None else made.f1),
+                ", ".join(NOTHING if v is None else f"{v:.3f}" for v in printed_here),
+            )
+        )
+    if not rows:
+        return None
+    head = ("set", "network", "ε", "N", "clients", "`fl`", "`fl-dp`", "`xcal-paper` − `fl-dp`")
+    note = (
+        "Macro F1, mean ± standard deviation over (n) seeds; differences paired by seed, with 95 %"
+        " intervals and wins:losses. N clients share the images, each with its own noise. label:"
+        " classes are spread unevenly; covariate: each client's images have a brightness of their"
+        " own. The last column is what the paper prints for `fl`, static noise and XCal-FL."
+    )
+    return Table(
+        "More clients, and clients that are unlike", (*head, "the paper"), tuple(rows), note
+    )
 
 
 def variants_overview(

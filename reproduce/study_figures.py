@@ -258,8 +258,12 @@ def efficiency(view: StudyView) -> list[Figure]:
             for measure, label in (("f1", "validation macro F1"), ("road", "validation ROAD")):
                 lines, words = [], []
                 for c in courses:
-                    x = c.share if measure == "f1" else c.road_share
-                    y = c.f1 if measure == "f1" else c.road
+                    if measure == "f1":
+                        x, y = c.share, c.f1
+                    elif c.road is not None:
+                        x, y = c.road.share, c.road.values
+                    else:
+                        continue
                     method = c.series.method
                     lines.append(
                         Line(

@@ -31,6 +31,7 @@ from reproduce.efficiency import (
 )
 from reproduce.overview import (
     RIVALS,
+    clients_overview,
     methods_overview,
     over_all_pairs,
     printed_gains,
@@ -173,7 +174,7 @@ def clients_view(grid: Grid, results: Results) -> StudyView:
     told = (beside_the_paper(c, name_clients=True) for c in pairs)
     sentences = [s for s in told if s is not None]
     said = answer(pairs, "of a steered method with static noise") + not_run_yet(series)
-    return _view(grid, series, said, tables, sentences)
+    return _view(grid, series, said, tables, sentences, (clients_overview(series, results),))
 
 
 def ablation_view(grid: Grid, results: Results) -> StudyView:
@@ -216,7 +217,7 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
     else:
         shown = [c for c in enough if c.f1.verdict.shows]
         said = (
-            f"In {len(enough)} comparisons the signal was replaced by something that knows nothing"
+            f"In {len(enough)} comparisons the signal was replaced by something independent"
             f" of the images, at the same cost: a difference of F1 was shown in {len(shown)}."
         )
         if not shown:

@@ -16,9 +16,9 @@ from reproduce.analysis import (
     round_seconds,
 )
 from reproduce.declared import Choice, declare
-from reproduce.efficiency import course_of, first_fall, lowess
+from reproduce.efficiency import course_of, efficiency_table, first_fall, lowess
 from reproduce.paper import printed
-from reproduce.store import Results, pack
+from reproduce.store import CellResult, Results, pack
 from reproduce.tables import StudyView, comparisons_of, view
 from xcal.studies.grid import Cell
 from xcal.studies.statistics import Difference
@@ -144,15 +144,33 @@ def test_a_replaced_signal_is_compared_with_the_signal(results: Results) -> None
 def test_courses_know_where_they_peak(results: Results) -> None:
     series = view(declare("efficiency", "laptop", SMALL), results).series
     course = course_of(next(s for s in series if s.method == "xcal-steered"))
-    assert course is not None
+    assert course is not None and course.road is not None
     # The made-up ROAD rises to half of the budget and stays; the first of equals is the peak.
-    assert course.stop_share == pytest.approx(0.6)
+    assert course.road.stop_share == pytest.approx(0.6)
     assert course.f1_gain > 0
     table = view(declare("efficiency", "laptop", SMALL), results).tables[0]
     peaks = table.head.index("ROAD peaks at")
     assert any("60 %" in row[peaks] for row in table.rows)
     early = table.head.index("before the last")
     assert all(row[early] == f"{len(course.series.cells)} of 3" for row in table.rows)
+
+
+def test_a_course_without_road_on_the_way_still_has_its_f1(results: Results) -> None:
+    series = view(declare("efficiency", "laptop", SMALL), results).series
+    one = next(s for s in series if s.method == "xcal-steered")
+
+    def unmeasured(cell: CellResult) -> CellResult:
+        rounds = cell.values["rounds"]
+        return replace(
+            cell, values={**cell.values, "rounds": {**rounds, "road": [None] * len(rounds["road"])}}
+        )
+
+    bare = course_of(replace(one, cells={s: unmeasured(c) for s, c in one.cells.items()}))
+    whole = course_of(one)
+    assert bare is not None and whole is not None and bare.road is None
+    assert bare.f1_gain == whole.f1_gain and bare.f1_peak_share == whole.f1_peak_share
+    row = efficiency_table([bare]).rows[0]
+    assert row.count("–") >= 5 and "nan" not in "".join(row)
 
 
 def test_a_rule_that_knows_no_future_stops_at_the_first_fall() -> None:
