@@ -60,6 +60,7 @@ NAV: dict[str, dict[str, str]] = {
         "Metrics": "metrics.md",
         "Maps": "maps.md",
         "Results": "results.md",
+        "Results where models learn": "results-probe.md",
         "Architecture": "architecture.md",
         "Changes": "changelog.md",
     },

@@ -11,6 +11,7 @@ import numpy as np
 from reproduce.paper import printed
 from reproduce.scales import PAPER_NETWORK
 from reproduce.store import CellResult, Results
+from xcal.metrics.classification import balanced_accuracy
 from xcal.studies.grid import Cell, Grid
 from xcal.studies.statistics import Difference, Measure, Summary, Verdict, compare, summarize
 
@@ -130,6 +131,15 @@ def against(ours: Series, reference: Series | None, results: Results) -> Compari
         auroc = compare(a, b, test, "auroc")
     road = explained(ours, reference, results, "road")
     return Comparison(ours, reference, compare(a, b, test), road, by_seed, auroc)
+
+
+def balanced(series: Series, results: Results) -> Summary:
+    """Balanced accuracy over seeds, from what each cell's model predicts of the test images."""
+    each = []
+    for cell in series.cells.values():
+        test = results.test_set(cell.values["test_set"])
+        each.append(balanced_accuracy(test.labels, cell.predicted, len(test.classes)))
+    return summarize(each)
 
 
 def explained(

@@ -18,7 +18,12 @@ from reproduce.whole import whole_grids
 from xcal.studies.grid import Grid
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/findings-probe.md", "docs/findings-laptop.md", "docs/results.md")
+PAGES = (
+    "docs/findings-probe.md",
+    "docs/findings-laptop.md",
+    "docs/results.md",
+    "docs/results-probe.md",
+)
 PART = re.compile(
     r"(<!-- (answer|overview|short|results|paper): (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 )

@@ -14,6 +14,7 @@ from reproduce.analysis import (
     Series,
     against,
     answer,
+    balanced,
     beside_the_paper,
     find,
     interval,
@@ -102,7 +103,8 @@ def comparison_table(
     title: str, series: Sequence[Series], results: Results, *, with_paper: bool = True
 ) -> Table:
     head = ["method", "ε", "macro F1", "F1 − static", "verdict"]
-    head += ["ROAD", "ROAD − static", "verdict", "AUROC", "AUROC − static"]
+    head += ["ROAD", "ROAD − static", "verdict", "ROAD, matched", "AUROC", "AUROC − static"]
+    head += ["balanced accuracy"]
     head += ["paper F1", "paper ROAD %"] if with_paper else []
     rows = []
     for one in series:
@@ -118,8 +120,10 @@ def comparison_table(
             figure(one.summary("road")),
             difference(road),
             verdict(road),
+            figure(one.summary("road_matched")),
             figure(one.summary("auroc")),
             auroc_difference(made),
+            figure(balanced(one, results)),
         ]
         if with_paper:
             row += [printed_text(one, "macro_f1", 3), printed_text(one, "road", 1)]
