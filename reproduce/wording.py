@@ -72,6 +72,6 @@ COMPARED = (
 RANKED = (
     "AUROC (one class against the rest, mean) needs no threshold. Its differences have an interval"
     " where the cells kept how they rank the test images; else they are mean ± deviation over seeds"
-    " and get no verdict. ROAD, matched: after temperature scaling on public validation images, since"
-    " confidence alone moves it."
+    " and get no verdict. ROAD, matched: after temperature scaling on public validation images,"
+    " since confidence alone moves it."
 )
