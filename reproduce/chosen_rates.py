@@ -20,15 +20,19 @@ from xcal.errors import UserError
 LAST = 5
 """Rounds at the end whose mean macro F1 on validation images decides."""
 TABLE = RATES_FILE.with_name("rates.csv")
+HEAD = ("recipe", "method", "data", "epsilon", "lr", "seed", "validation_macro_f1", "commit")
 
 
 def choose_rates(path: Path, scale: str) -> int:
-    """Write `rates.json`, and a table of all that was tried; how many rates were chosen."""
+    """Write `rates.json`, and a table of all that was tried; how many rates were chosen.
+
+    What the table has of other sets and ε, tried in folders that are gone, stays.
+    """
     found = Results(path).of_grid(grid := declare("rates", scale))
     if not found:
         raise UserError(f"{path} has no finished cell of the study `rates`: run that first.")
     tried: dict[tuple[str, str, str], dict[float, dict[str, list[float]]]] = {}
-    rows = []
+    rows = _known_rows()
     for cell in grid.cells:
         result = found.get(cell)
         if result is None or not result.finished:
@@ -39,8 +43,8 @@ def choose_rates(path: Path, scale: str) -> int:
         data, lr = str(cell.keys["data"]), float(cell.keys["lr"])
         by_rate = tried.setdefault((recipe, data, epsilon), {})
         by_rate.setdefault(lr, {}).setdefault(cell.method, []).append(value)
-        about = [recipe, cell.method, data, epsilon, lr, cell.seed]
-        rows.append([*about, round(value, 4), result.values["commit"]])
+        about = (recipe, cell.method, data, epsilon, str(lr), str(cell.seed))
+        rows[about] = (str(round(value, 4)), result.values["commit"])
     chosen: dict[str, Any] = json.loads(RATES_FILE.read_text()) if RATES_FILE.exists() else {}
     for (recipe, data, epsilon), by_rate in sorted(tried.items()):
         # A rate that a method diverged at is none; seeds count within their method.
@@ -50,8 +54,16 @@ def choose_rates(path: Path, scale: str) -> int:
     RATES_FILE.write_text(json.dumps(chosen, indent=1) + "\n")
     with TABLE.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
-        out.writerow(
-            ["recipe", "method", "data", "epsilon", "lr", "seed", "validation_macro_f1", "commit"]
-        )
-        out.writerows(rows)
+        out.writerow(HEAD)
+        out.writerows((*about, *told) for about, told in rows.items())
     return len(tried)
+
+
+def _known_rows() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """What the table has: by what was tried, its figure and commit."""
+    if not TABLE.exists():
+        return {}
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file)
+    assert tuple(head) == HEAD
+    return {tuple(row[:6]): tuple(row[6:]) for row in rows}

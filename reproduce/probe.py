@@ -34,7 +34,7 @@ RATES: Mapping[float | None, tuple[float, ...]] = {
     0.5: (0.02, 0.05, 0.1),
     5.0: (0.1, 0.2, 0.5),
     50.0: (0.2, 0.5, 1.0),
-    None: (0.01, 0.03, 0.1),
+    None: (0.01, 0.03, 0.1, 0.3),
 }
 # Keys that came after the first cells: left at their defaults, which is what those cells mean.
 CAME_LATER = ("noise_kind",)
