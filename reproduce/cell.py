@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from reproduce.fast import fast_probe, fill_features
+from reproduce.fast import fast_probe, fill_features, kept_maps
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.explain.choosing import added, parts_of
-from xcal.explain.gradcam import gradcam_maps
+from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
 from xcal.explain.inference import predict_logits
 from xcal.explain.occlusion import map_grid, occlusion_maps
 from xcal.explain.road import RoadSettings, road
@@ -86,6 +86,10 @@ class Declared(Measuring):
 
     def maps(self, model: nn.Module, images: Tensor, method: str) -> Tensor:
         fast = self.answering(model)
+        if method == "gradcam" and (weight := head_weight_of(model)) is not None:
+            features = kept_maps(model, images)
+            if features is not None:
+                return closed_form_maps(features, weight, predict_logits(fast, images).argmax(1))
         if fast is model or "occlusion" not in parts_of(method):
             return super().maps(model, images, method)
         covered = occlusion_maps(fast, images, grid=map_grid(model, images))

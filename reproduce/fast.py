@@ -7,6 +7,7 @@ that ROAD and occlusion ask of a finished model. Without onnxruntime everything 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import warnings
@@ -97,6 +98,29 @@ def fast_probe(model: nn.Module) -> nn.Module:
         return model
     ask = session(parts[:-1], torch.rand(32, 3, 128, 128))
     return model if ask is None else FastProbe(ask, parts[-1], views).eval()
+
+
+def kept_maps(model: nn.Module, images: Tensor) -> Tensor | None:
+    """What the explained layer holds of these images, kept on disk by content: all cells of a set
+    explain the same few. None where part of it trains, or nothing is kept."""
+    root, backbone = os.environ.get("XCAL_FEATURES"), split_at_map(model)
+    inner, views = _inner(model)
+    count = segments_to_map(inner)
+    parts = inner.segments()[:count] if count else []  # type: ignore[operator]
+    if root is None or backbone is None or not parts or any(map(trains, parts)):
+        return None
+    digest = hashlib.sha256(images.contiguous().numpy().tobytes()).hexdigest()
+    path = Path(root) / "explained" / f"{backbone.digest()[:32]}-{digest[:32]}.npy"
+    if not path.exists():
+        ask = session(parts, images)
+        if ask is None:
+            return None
+        made = torch.stack([one.undo(ask(one.of(images))) for one in views]).mean(0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(own, made.numpy())
+        own.rename(path)
+    return torch.from_numpy(np.load(path))
 
 
 def fill_features(federation: Federation) -> None:

@@ -16,6 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,13 @@ def checksums(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _sha256(path: Path) -> str:
+    found = path.stat()
+    return _sha256_of(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _sha256_of(path: Path, size: int, changed: int) -> str:
+    """Once a process for a file that has not changed: cells of a study open one set in turn."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

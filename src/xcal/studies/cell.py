@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xcal.data.image_store import read_info
+from xcal.data.image_store import open_dataset
 from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
@@ -309,7 +309,7 @@ def carry_out(orders: dict[str, Any], measuring: Measuring | None = None) -> int
 
 
 def _try_network(orders: dict[str, Any]) -> None:
-    """Try the cell's network here, once for all cells of the same one: they inherit the answer."""
+    """Check the cell's images and try its network here, once for all cells that share them."""
     keys = orders["keys"]
     if any(":" in str(keys.get(key, "")) for key in ("network", "method", "data", "loss")):
         return  # code of the user's own runs in the cell's process only
@@ -317,8 +317,8 @@ def _try_network(orders: dict[str, Any]) -> None:
         experiment = with_constants(
             Cell(orders["scale"], keys, 0, "").experiment(orders["changes"])
         )
-        info = read_info(experiment.data, experiment.pixels)
-        check_network(experiment, len(info.classes), experiment.pixels)
+        data = open_dataset(experiment.data, experiment.pixels)
+        check_network(experiment, len(data.classes), experiment.pixels)
 
 
 def _forked(orders: dict[str, Any], measuring: Measuring | None) -> int:
