@@ -195,7 +195,7 @@ def _sha256(path: Path) -> str:
 
 
 @lru_cache(maxsize=256)
-def _sha256_of(path: Path, size: int, changed: int) -> str:
+def _sha256_of(path: Path, _size: int, _changed: int) -> str:
     """Once a process for a file that has not changed: cells of a study open one set in turn."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
