@@ -199,11 +199,14 @@ def clients(scale: Scale, choice: Choice) -> Grid:
                         for method in methods:
                             own = None if method in WITHOUT_EPSILON else epsilon
                             values = scale.values(method, data, network, own, seed)
-                            values = scale.at_clients(values, count) | {"partition": shift}
-                            variant = f"N = {count}, {shift}"
-                            cells.append(
-                                make_cell(scale.name, values, scale.explains(data, seed), variant)
+                            here = scale.at_clients(values, count) | {"partition": shift}
+                            road = (
+                                scale.explains(data, seed)
+                                if here == values
+                                else scale.explains_beside("clients", data, seed)
                             )
+                            variant = f"N = {count}, {shift}"
+                            cells.append(make_cell(scale.name, here, road, variant))
     return Grid(
         "clients",
         scale.name,
@@ -229,8 +232,14 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
                     changes: Mapping[str, Any],
                     at: tuple[Any, ...] = (data, network, epsilon, seed),
                 ) -> Cell:
-                    values = scale.values(method, *at) | dict(changes)
-                    return make_cell(scale.name, values, scale.explains(at[0], at[3]), variant)
+                    values = scale.values(method, *at)
+                    here = values | dict(changes)
+                    road = (
+                        scale.explains(at[0], at[3])
+                        if here == values
+                        else scale.explains_beside("ablation", at[0], at[3])
+                    )
+                    return make_cell(scale.name, here, road, variant)
 
                 parts[0].append(cell(BASELINE, "", {}))
                 if "xcal-steered" in methods:

@@ -97,6 +97,10 @@ class Scale:
         """Of how many test images maps are measured."""
         return self.explained
 
+    def explains_beside(self, study: str, data: str, seed: int) -> int:
+        """The same in cells of another study that the main tables do not have."""
+        return self.explains(data, seed)
+
     def at_clients(self, values: Mapping[str, Any], count: int) -> dict[str, Any]:
         """The same cell with `count` clients: a small one cannot draw a large expected batch."""
         most = max(8, (values.get("train_images") or 10_000) // (2 * count))
