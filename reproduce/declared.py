@@ -249,6 +249,16 @@ def ablation(scale: Scale, choice: Choice) -> Grid:
                         for kind in REPLACED
                     ]
                     parts[0].append(cell("xcal-steered", "reference = absolute", ABSOLUTE))
+                    covers = scale.covers(
+                        scale.values("xcal-steered", data, network, epsilon, seed)
+                    )
+                    if covers:
+                        static = scale.values(BASELINE, data, network, epsilon, seed)
+                        for name, keys in scale.also(BASELINE, static).items():
+                            parts[0].append(
+                                make_cell(scale.name, keys, scale.explains(data, seed), name)
+                            )
+                    parts[0] += [cell("xcal-steered", name, keys) for name, keys in covers.items()]
                 if not smoke and "xcal-steered" in methods:
                     parts[1] += [
                         cell("xcal-steered", name, keys)

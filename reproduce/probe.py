@@ -112,6 +112,12 @@ class ProbeScale(Scale):
         whole = {"unit": "group", "expected_batch_size": batch, "lr": lr, "images_per_unit": 4}
         return {**values, **whole}
 
+    def covers(self, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        plain = without_recipe(values)  # pixels of one view: of eight they would take hours
+        return {
+            f"{PLAIN}, cover = {what}": {**plain, "cover": what} for what in ("cells", "pixels")
+        }
+
     def also(self, method: str, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         return {PLAIN: without_recipe(values)} if method in ("fl", "fl-dp") else {}
 

@@ -118,6 +118,10 @@ class Scale:
         whole = {"unit": "group", "expected_batch_size": batch, "lr": lr, "images_per_unit": 4}
         return {**values, **whole}
 
+    def covers(self, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+        """Cells that differ in what the signal covers, by variant."""
+        return {}
+
     def also(self, method: str, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         """Further cells of the main tables beside this one, by variant."""
         return {}

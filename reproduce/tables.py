@@ -39,7 +39,7 @@ from reproduce.overview import (
     variants_overview,
 )
 from reproduce.paper import PRINTED_OVERHEAD
-from reproduce.probe import PROBE_SCALE
+from reproduce.probe import PLAIN, PROBE_SCALE
 from reproduce.probe_tables import what_helps, what_methods_add, without_noise
 from reproduce.scales import PAPER_NETWORK
 from reproduce.store import Results
@@ -193,9 +193,11 @@ def ablation_view(grid: Grid, results: Results) -> StudyView:
     for place, group in places.items():
         rows = []
         for one in group:
+            plain = one.variant.startswith(PLAIN)  # compared with static noise without the recipe
             default = find(group, place, one.method)
-            to_default = against(one, default, results) if one.variant else None
-            to_static = against(one, find(group, place, BASELINE), results)
+            to_default = against(one, default, results) if one.variant and not plain else None
+            static = find(group, place, BASELINE, PLAIN if plain else "")
+            to_static = against(one, static, results)
             all_to_default += [to_default] if to_default is not None else []
             all_to_static += [to_static] if to_static is not None else []
             rows.append(
