@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -22,17 +21,16 @@ from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, scores
 from xcal.methods.adaptive_clip import QuantileRule, count_release, quantile_rule, release_fraction
-from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, round_geometry
+from xcal.methods.agp_dp import ChannelParameters, ChannelRule, cam_layer_of, check_channels
 from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
 from xcal.methods.client_data import Batch, mean_by_unit
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import (
-    broken_units,
     clipped_sum,
     contributing_units,
-    forward_with_components,
     gradient_release,
     release_gradient,
+    sums_with_components,
 )
 
 TAU = 0.05
@@ -118,9 +116,6 @@ class SteeredState:
             signals=self.signals + 1,
         )
 
-    def new_round(self) -> SteeredState:
-        return replace(self, channels=None)  # all else lives on
-
 
 def smoothing_noise(rule: SteeredRule) -> float:
     """Deviation of s − s̄ that comes from the signal's own noise: known beforehand."""
@@ -204,7 +199,7 @@ def next_bound(
     if state.channels is None:  # the round's first step: the model is still the one received
         state = replace(state, channels=rule.channels.choose(context.model))
     assert state.channels is not None
-    return state, Bound(clip, round_geometry(context.model, rule.channels, state.channels))
+    return state, Bound(clip, rule.channels.geometry(cam_layer_of(context.model), state.channels))
 
 
 def steered_step(
@@ -215,10 +210,8 @@ def steered_step(
     Where the noise goes and how C is chosen are parts of the rule, each of them optional.
     """
     assert context.account is not None
-    plan, table = (
-        rule.plan,
-        multiplier_table(rule.plan.sample_rate, rule.plan.order, rule.plan.sigma_static),
-    )
+    plan = rule.plan
+    table = multiplier_table(plan.sample_rate, plan.order, plan.sigma_static)
     number = context.first_step + step
 
     # 0. What one unit may contribute, and where the noise goes: C and D.
@@ -293,12 +286,8 @@ def _gradient_and_scores(
     if rule.signal_fraction < 1:
         uniforms = context.noise.uniforms(context.key(step, "entering"), batch.n_units)
         entering = uniforms < rule.signal_fraction
-    sums, parts, chosen = forward_with_components(context, batch, entering, rule.signal, bound)
+    sums, parts, chosen, broken = sums_with_components(context, batch, entering, rule.signal, bound)
     u = scores(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
-    broken = broken_units(sums, parts, batch, chosen)
-    if bool((broken & ~sums.dropped.cpu().numpy()).any()):
-        bad = torch.from_numpy(broken).to(batch.units.device)
-        sums = clipped_sum(context, batch.without(bad), bound)
     by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
     counted = contributing_units(sums, batch) & ~broken
     return sums, centered_sum(by_unit, entering & counted), counted
@@ -351,7 +340,7 @@ class Steered(LocalMethod):
         return SteeredState(**{**saved, "channels": None if channels is None else tuple(channels)})
 
     def begin_round(self, state: SteeredState) -> SteeredState:
-        return state.new_round()  # s and C live as long as the budget
+        return replace(state, channels=None)  # s and C live as long as the budget
 
     def step(
         self,
