@@ -10,12 +10,15 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 
+from xcal.config import nearest, read_toml
 from xcal.durable import sync_folder
 from xcal.errors import UserError
+from xcal.first_edition import names_of_today
 
 if TYPE_CHECKING:  # commands that only read and write text need not wait for torch
     from torch import Tensor
@@ -141,6 +144,32 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
 
     text = f"{digest_tensors(sorted(tensors.items()))}\n{json.dumps(about)}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+Table = TypeVar("Table", bound=BaseModel)
+
+
+def read_table(
+    kind: type[Table], path: Path, what: str, hint: str = "`xcal site init` makes one"
+) -> Table:
+    """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
+    values = names_of_today(read_toml(path, what, hint))
+    known = tuple(kind.model_fields)
+    for key in values:
+        if key not in known:
+            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "?"
+        if first["type"] == "missing":
+            text = f"{path} lacks {key} ({kind.model_fields[key].description}): add it."
+        else:
+            problem = first["msg"].removeprefix("Value error, ")
+            problem = problem[:1].lower() + problem[1:]
+            text = f"{key} = {values.get(key)!r} in {path} is not accepted: {problem}."
+        raise UserError(text) from None
 
 
 _PATIENCE = 3.0  # seconds

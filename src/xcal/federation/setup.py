@@ -19,11 +19,12 @@ from xcal.dp.ledger.rows import read_rows, terms_of
 from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
+from xcal.federation.files import read_table
 from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
 from xcal.federation.masked import check_masked
 from xcal.federation.partition_record import PartitionRecord
-from xcal.federation.policy import read_table, site_file
+from xcal.federation.policy import site_file
 from xcal.federation.preflight import check_device, check_findings, check_network, unmeasured
 from xcal.federation.request_refusals import naming
 from xcal.methods.base import Method

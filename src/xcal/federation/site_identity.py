@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict
 
 from xcal.errors import UserError
+from xcal.federation.files import read_table
 from xcal.federation.masks import Announcement, MaskKeys, MaskRefusal, Roster
-from xcal.federation.policy import read_table
 
 KEY, ROSTER = "certificate.key", "roster.toml"
 

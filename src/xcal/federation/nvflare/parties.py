@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from xcal.config import nearest, to_toml
+from xcal.config import read_toml, to_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.files import read_json, read_table, write_bytes, write_json
 
 Role = Literal["server", "site", "lead", "viewer"]
 
@@ -86,34 +85,7 @@ class FederationFile(BaseModel):
 
 def read_federation(path: Path) -> FederationFile:
     """The coordinator's file, checked; the first problem becomes one sentence."""
-    values = _read_toml(path, "federation file")
-    known = tuple(FederationFile.model_fields)
-    for key in values:
-        if key not in known:
-            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
-    try:
-        return FederationFile(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        about = FederationFile.model_fields[key].description
-        if first["type"] == "missing":
-            raise UserError(f"{path} does not say {key} ({about}).") from None
-        what = first["msg"].removeprefix("Value error, ")
-        raise UserError(
-            f"{key} = {values.get(key)!r} in {path} is not accepted: {what} ({about})."
-        ) from None
-
-
-def _read_toml(path: Path, what: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no {what} {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"The {what} {path} cannot be read as text.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The {what} {path} is not valid TOML: {error}.") from None
+    return read_table(FederationFile, path, "federation file", "check the path")
 
 
 @dataclass(frozen=True)
@@ -137,7 +109,7 @@ class Invitation:
 
     @staticmethod
     def read(path: Path) -> Invitation:
-        values = _read_toml(path, "invitation")
+        values = read_toml(path, "invitation")
         try:
             found = Invitation(**values)
         except TypeError:
