@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from xcal.federation.messages import (
     EDITIONS,
     MAX_HEADER,
     VERSION,
+    Disclosure,
     Introduction,
     Refusal,
     Reply,
@@ -110,6 +111,24 @@ class Carrier(Protocol):
     def late(self) -> list[str]:
         """Clients whose answers to earlier rounds came too late, since this was last asked."""
         ...
+
+
+Told = TypeVar("Told", Reply, Introduction, Disclosure)
+
+
+def read_answer(
+    kind: type[Told], client: str, run: str, data: bytes, limit: int = 2 * MAX_HEADER
+) -> Told | Refusal:
+    """An answer as it came, or the refusal it amounts to: a client may send anything."""
+    try:
+        got = decode_answer(data, limit)
+    except Refused as error:
+        return Refusal(client, error.code)
+    if isinstance(got, Refusal):
+        return Refusal(client, got.code, got.version)
+    if isinstance(got, kind) and (got.client, got.run) == (client, run):
+        return got
+    return Refusal(client, "malformed")
 
 
 class Remote:
@@ -193,33 +212,23 @@ class Remote:
         asked = {q.client: replace(self._request(q), keys=True, weights={}) for q in questions}
         messages = {client: encode_request(request) for client, request in asked.items()}
         came = self._carrier.exchange(round_number, messages, timeout)
-        return {c: self._introduction(r, came[c]) if c in came else None for c, r in asked.items()}
-
-    def _introduction(self, asked: Request, data: bytes) -> Introduction | Refusal:
-        try:
-            got = decode_answer(data, 2 * MAX_HEADER)
-        except Refused as error:
-            return Refusal(asked.client, error.code)
-        if isinstance(got, Refusal):
-            return Refusal(asked.client, got.code, got.version)
-        fits = isinstance(got, Introduction) and (got.client, got.run) == (asked.client, asked.run)
-        return got if isinstance(got, Introduction) and fits else Refusal(asked.client, "malformed")
+        return {
+            c: read_answer(Introduction, c, r.run, came[c]) if c in came else None
+            for c, r in asked.items()
+        }
 
     def _read(self, question: Question, data: bytes) -> Answer:
-        """An answer as it came, or the refusal it amounts to: a client may send anything."""
-        try:
-            got = decode_answer(data, self._largest)
-            if isinstance(got, Refusal):
-                return Refusal(question.client, got.code, got.version)
-            asked = question.request
-            if not isinstance(got, Reply):
-                return Refusal(question.client, "malformed")
-            if (got.client, got.run, got.round) != (question.client, asked.run, asked.round):
-                return Refusal(question.client, "malformed")
-            if got.answer.weights is not None:
+        asked = question.request
+        got = read_answer(Reply, question.client, asked.run, data, self._largest)
+        if isinstance(got, Refusal):
+            return got
+        if got.round != asked.round:
+            return Refusal(question.client, "malformed")
+        if got.answer.weights is not None:
+            try:
                 check_weights(self._model, got.answer.weights)
-        except Refused as error:
-            return Refusal(question.client, error.code)
+            except Refused as error:
+                return Refusal(question.client, error.code)
         self._progress.step(len(got.answer.trace))
         return got.answer
 

@@ -249,6 +249,9 @@ def finish(
             explanations["choice"] = choice.as_dict()
     road = (explanations or {}).get("road", {})
     private, masked = federation.method.private, experiment.trust == "masked"
+    shared = (
+        {"epsilon_masked": experiment.epsilon, "honest": experiment.honest_sites} if masked else {}
+    )
     central = federation.server_plan  # its unit is the client: a column of its own
     nominal = nominal_epsilon(federation.method, experiment)
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
@@ -264,11 +267,7 @@ def finish(
         "road_logit_percent": road.get("road_logit_percent"),
         # What rests on other sites' noise is another guarantee: columns of its own.
         "epsilon_target": experiment.epsilon if private and not masked else None,
-        **(
-            {"epsilon_masked": experiment.epsilon, "honest": experiment.honest_sites}
-            if masked
-            else {}
-        ),
+        **shared,
         "epsilon_nominal": nominal,
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
@@ -307,10 +306,9 @@ def finish(
         "versions": about["versions"],
         "command": about["command"],
     }
-    if test is not None:
-        statement = read_json(folder.path / "statement.json")
-        card = card_text(experiment, federation.data, statement, result)
-        write_bytes(folder.path / "card.md", card.encode())
+    statement = read_json(folder.path / "statement.json")
+    card = card_text(experiment, federation.data, statement, result)
+    write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
 
