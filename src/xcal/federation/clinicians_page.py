@@ -52,7 +52,7 @@ def table_html(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<div class=wide tabindex=0>{table}</div>"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
@@ -79,7 +79,7 @@ def write_page(
         table_html(
             ["model", "after round", *NAMES.values()],
             (
-                [r["model"], r["round"], *(_number(r[name]) for name in NAMES)]
+                [r["model"], r["round"], *(number(r[name]) for name in NAMES)]
                 for r in sorted(records, key=lambda r: (r["round"], r["model"]))
             ),
         ),
@@ -89,7 +89,7 @@ def write_page(
         table_html(
             ["class", "sensitivity", "specificity"],
             (
-                [name, _number(newest["sensitivity"][k]), _number(newest["specificity"][k])]
+                [name, number(newest["sensitivity"][k]), number(newest["specificity"][k])]
                 for k, name in enumerate(newest["classes"])
             ),
         ),
@@ -118,7 +118,7 @@ def _subgroup_table(column: str, who: str, values: Sequence[Mapping[str, Any]]) 
         if "fewer_than" in one:
             rows.append([one["value"], f"fewer than {one['fewer_than']}", *[""] * 6])
         else:
-            numbers = (_number(one[name]) for name in NAMES)
+            numbers = (number(one[name]) for name in NAMES)
             rows.append([one["value"], one["units"], one["images"], *numbers])
     return table_html([column, f"{who}s", "images", *NAMES.values()], rows)
 

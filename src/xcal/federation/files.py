@@ -45,6 +45,12 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
 
 
+def check_unused(path: Path, otherwise: str = "") -> None:
+    """Refuse a folder that holds something; `otherwise`: what else could be done with it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} is in use already: choose another folder{otherwise}.")
+
+
 def own_folder(path: Path) -> None:
     """Make a folder that only its owner reads and writes, or have one be so."""
     try:

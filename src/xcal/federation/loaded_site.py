@@ -38,7 +38,10 @@ REPLAYED = "2:"  # begins a digest of inputs that only what shapes the answer we
 
 
 def remembered_head(site_dir: Path) -> Head | None:
-    """The newest head that a site answered with, as it wrote it down; None: it never did."""
+    """The newest head that a site answered with, whatever the run; None: it never did.
+
+    An older ledger that is put back, with its own head file, would forget what was released.
+    """
     path = site_dir / _REMEMBERED
     if not path.exists():
         path = site_dir / "runs" / "ledger.seen"  # where it was before
@@ -89,16 +92,6 @@ class LoadedSite:
         folder = self.site_dir / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def remembered_head(self) -> Head | None:
-        """The ledger's head when this site last answered, whatever the run.
-
-        An older ledger that is put back, with its own head file, would forget what was released.
-        """
-        return remembered_head(self.site_dir)
-
-    def remember(self, head: Head) -> None:
-        remember_head(self.site_dir, head)
 
     def replay_key(self, experiment: Experiment, recorded: Sequence[Charge]) -> ReplayKey | None:
         """Of a round's steps.

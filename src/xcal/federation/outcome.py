@@ -24,7 +24,7 @@ from xcal.dp.statement import (
 )
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO, CHOSEN_ON, MapChoice, asked_for, choose_map, not_chosen
-from xcal.federation.card import card_text
+from xcal.federation.card import card_text, notices
 from xcal.federation.evaluation import (
     OnImages,
     Predictions,
@@ -34,7 +34,6 @@ from xcal.federation.evaluation import (
 )
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
-from xcal.federation.notices import notices
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
 from xcal.first_edition import RENAMED

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xcal.federation.files import read_json, write_bytes
-from xcal.federation.nvflare.parties import Party, json_text
+from xcal.federation.files import read_json, write_json
+from xcal.federation.nvflare.parties import Party
 
 EXECUTOR = "xcal.federation.nvflare.executor.XcalExecutor"
 CONTROLLER = "xcal.federation.nvflare.controller.XcalController"
@@ -122,6 +122,21 @@ def server_resources(store: Path) -> dict[str, Any]:
     }
 
 
+def _resources_of(party: Party) -> dict[str, Any]:
+    if party.about.role == "server":
+        return server_resources(party.folder / "store")
+    if party.about.role == "site":
+        return site_resources()
+    admin = {
+        "idle_timeout": 900.0,
+        "login_timeout": 10.0,
+        "with_debug": False,
+        "authenticate_msg_timeout": 2.0,
+        "prompt": "> ",
+    }
+    return {"format_version": 1, "admin": admin}
+
+
 def remove_scripts(startup: Path) -> None:
     """FLARE's own scripts would start it with another Python and look for code to load."""
     for stock in (*startup.glob("*.sh"), *startup.glob("*.ipynb")):
@@ -139,23 +154,8 @@ def harden(party: Party) -> None:
             stock.unlink()
     role = party.about.role
     if role in ("server", "site"):
-        write_bytes(local / "authorization.json", json_text(authorization(role)).encode())
-        resources = (
-            server_resources(party.folder / "store") if role == "server" else site_resources()
-        )
-        write_bytes(local / "resources.json", json_text(resources).encode())
-    else:
-        admin = {
-            "idle_timeout": 900.0,
-            "login_timeout": 10.0,
-            "with_debug": False,
-            "authenticate_msg_timeout": 2.0,
-            "prompt": "> ",
-        }
-        write_bytes(
-            local / "resources.json",
-            json_text({"format_version": 1, "admin": admin}).encode(),
-        )
+        write_json(local / "authorization.json", authorization(role))
+    write_json(local / "resources.json", _resources_of(party))
     party.key.chmod(0o600)
 
 
@@ -221,12 +221,7 @@ def _resources(path: Path, party: Party) -> list[str]:
         found.append(f"{path} allows other classes than {ours}: name exactly this one.")
     if values.get("allow_log_streaming") is not False:
         found.append(f"{path} lets logs go to the server: set allow_log_streaming to false.")
-    expected = (
-        server_resources(party.folder / "store")
-        if party.about.role == "server"
-        else site_resources()
-    )
-    known = {part["path"] for part in expected["components"]}
+    known = {part["path"] for part in _resources_of(party)["components"]}
     for part in values.get("components", []):
         if part.get("path") not in known:
             found.append(f"{path} starts {part.get('path')}, which training does not need.")

@@ -20,10 +20,10 @@ from typing import Any
 
 from xcal.config import read_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes
+from xcal.federation.files import read_json, write_json
 from xcal.federation.logbook import LOG, note
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
-from xcal.federation.nvflare.parties import Party, json_text
+from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import require_nvflare
 from xcal.federation.surveys import EVALUATIONS
 
@@ -65,9 +65,9 @@ def write_job(folder: Path, run: str, settings: Mapping[str, Any], sites: int) -
         "task_result_filters": [],
         "components": [],
     }
-    write_bytes(folder / "meta.json", json_text(meta).encode())
-    write_bytes(config / "config_fed_server.json", json_text(server).encode())
-    write_bytes(config / "config_fed_client.json", json_text(client).encode())
+    write_json(folder / "meta.json", meta)
+    write_json(config / "config_fed_server.json", server)
+    write_json(config / "config_fed_client.json", client)
     return folder
 
 

@@ -15,8 +15,8 @@ from xcal.dp.calibration import check_target
 from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
-from xcal.federation.events import EventFile
 from xcal.federation.files import read_json
+from xcal.federation.loggers import EventFile
 from xcal.federation.nvflare.jobs import (
     Job,
     Lead,

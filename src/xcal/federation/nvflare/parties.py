@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from xcal.config import read_toml, to_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, read_table, write_bytes, write_json
+from xcal.federation.files import (
+    check_unused,
+    own_folder,
+    read_json,
+    read_table,
+    write_bytes,
+    write_json,
+)
 
 Role = Literal["server", "site", "lead", "viewer"]
 
@@ -143,13 +149,8 @@ class Party:
 
     @staticmethod
     def create(folder: Path, about: Invitation) -> Party:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is in use already: choose another folder.")
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
+        check_unused(folder)
+        own_folder(folder)
         write_json(folder / "party.json", asdict(about))
         return Party(folder, about)
 
@@ -234,7 +235,3 @@ def site_dir_in(folder: Path) -> Path:
 def organization_of(name: str) -> str:
     """FLARE's organisations know letters, digits and _ only."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
-
-
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"
