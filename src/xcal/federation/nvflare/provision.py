@@ -98,7 +98,7 @@ def key_fingerprint(request: Path) -> str:
 
 @contextmanager
 def _archive(path: Path, otherwise: str) -> Iterator[zipfile.ZipFile]:
-    """A request or an answer; what is wrong with it, or with what is read in it, is one sentence."""
+    """A request or an answer; what is wrong with it or in it is one sentence."""
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
