@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xcal.config import Experiment, key
+from xcal.config import Experiment
 from xcal.dp.calibration import Plan
 from xcal.dp.clipping import PLAIN, Bound, Geometry
 from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
-from xcal.methods.base import LocalMethod, SparedParameters, shape_of
+from xcal.methods.base import LocalMethod, SparedParameters, own_key, shape_of
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import dp_step
@@ -122,12 +122,8 @@ def most_important(importance: Tensor, share: float) -> tuple[int, ...]:
 class ChannelParameters(SparedParameters):
     """The keys of a geometry that spares channels."""
 
-    protection: float = key(
-        2.0,
-        ge=1,
-        le=16,
-        description="how many times less noise than the others the spared get",
-        travels=True,
+    protection: float = own_key(
+        2.0, ge=1, le=16, description="how many times less noise than the others the spared get"
     )
 
 
