@@ -12,12 +12,12 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import safetensors
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
@@ -69,7 +69,15 @@ EDITIONS: dict[str, Edition] = {
 }
 QUESTIONS = ("request", "final", "keys", "statistics")
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
+MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+# What fields of a message may hold.
+Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+People = Annotated[int, Field(ge=1, lt=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -96,13 +104,13 @@ class Request:
 class StatisticsRequest:
     """A server's question before any training: how many units has each class?"""
 
-    client: str
-    run: str  # under whose name the answer is charged
-    unit: str
-    pixels: int
-    classes: int
-    epsilon: float
-    delta: float
+    client: Name
+    run: Name  # under whose name the answer is charged
+    unit: Name
+    pixels: Count
+    classes: Count
+    epsilon: Annotated[Number, Field(gt=0)]
+    delta: Annotated[Number, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
@@ -112,15 +120,15 @@ class Disclosure:
     Nothing of both where the policy sends none.
     """
 
-    client: str
-    run: str
-    tables: Mapping[str, tuple[float, ...]]  # charged for before they were drawn
-    noise: float | None = None  # the deviation on every entry
-    epsilon: float | None = None
-    delta: float | None = None
+    client: Name
+    run: Name
+    tables: Mapping[str, Annotated[tuple[Number, ...], Field(max_length=MAX_TABLE)]]  # charged for
+    noise: Number | None = None  # the deviation on every entry
+    epsilon: Number | None = None
+    delta: Number | None = None
     # People by true and predicted class, row by row; None: fewer than `floor`. Without guarantee.
-    counts: tuple[int | None, ...] | None = None
-    floor: int | None = None
+    counts: Annotated[tuple[People | None, ...], Field(max_length=MAX_TABLE)] | None = None
+    floor: People | None = None
 
     def values(self) -> dict[str, Any]:
         """Its fields; those of exact counts only where there are some, as before there were any."""
@@ -132,12 +140,12 @@ class Disclosure:
 class Introduction:
     """A client's answer before the first masked sum: its keys, and how many units it has."""
 
-    client: str
-    run: str
-    units: int
-    identity: str  # the public key it signs with
-    key: str  # of this run, for its masks
-    signature: str
+    client: Name
+    run: Name
+    units: Annotated[Count, Field(ge=1)]
+    identity: Digest  # the public key it signs with
+    key: Digest  # of this run, for its masks
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
 @dataclass(frozen=True)
@@ -414,7 +422,7 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
     found = _Fields(values)
     edition = found.take("edition", str)
     if kind == "statistics":
-        return _statistics(found)
+        return _checked(StatisticsRequest, values)
     own = found.take("own_rounds", list)
     if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
         raise _malformed("its own rounds are not ascending numbers")
@@ -492,50 +500,24 @@ def _sum(found: _Fields, run: str, round_number: int) -> SumRequest:
     return asked
 
 
-def _introduction(found: _Fields) -> Introduction:
-    made = Introduction(
-        client=found.name("client"),
-        run=found.name("run"),
-        units=found.count("units"),
-        identity=found.digest("identity"),
-        key=found.digest("key"),
-        signature=found.take("signature", str),
-    )
-    found.end()
-    if not re.fullmatch("[0-9a-f]{128}", made.signature) or made.units < 1:
-        raise _malformed("its signature is none, or it has no units")
-    return made
+_KINDS = (ClientReport, StepRecord, StatisticsRequest, Introduction, Disclosure)
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 
-def _statistics(found: _Fields) -> StatisticsRequest:
-    asked = StatisticsRequest(
-        client=found.name("client"),
-        run=found.name("run"),
-        unit=found.name("unit"),
-        pixels=found.count("pixels"),
-        classes=found.count("classes"),
-        epsilon=found.number("epsilon"),
-        delta=found.number("delta"),
-    )
-    found.end()
-    if not (asked.epsilon > 0 and 0 < asked.delta < 1):
-        raise _malformed("its target is none")
-    return asked
+T = TypeVar("T")
 
 
-_REPORT = TypeAdapter(ClientReport)
-_RECORD = TypeAdapter(StepRecord)
-
-
-def _checked(adapter: TypeAdapter[Any], cls: type, values: Any) -> Any:
-    names = {f.name for f in fields(cls)}
-    if not isinstance(values, dict) or set(values) != names:
+def _checked(cls: type[T], values: Any, left_out: tuple[str, ...] = ()) -> T:
+    """Values of exactly these names and types. `left_out`: fields that may not be there."""
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    if not isinstance(values, dict) or not names - {*left_out} <= set(values) <= names:
         raise _malformed(f"its {cls.__name__} has other fields than known")
     try:
         # strict but for whole numbers that stand where a fraction may
-        return adapter.validate_json(json.dumps(values), strict=True)
-    except ValidationError:
+        made: T = _ADAPTERS[cls].validate_json(json.dumps(values), strict=True)
+    except (ValidationError, RecursionError):
         raise _malformed(f"its {cls.__name__} holds values of another type") from None
+    return made
 
 
 def _trace(columns: Any) -> tuple[StepRecord, ...]:
@@ -547,43 +529,23 @@ def _trace(columns: Any) -> tuple[StepRecord, ...]:
     if len({len(c) for c in columns.values()}) != 1:
         raise _malformed("its steps are of unlike lengths")
     rows = zip(*(columns[n] for n in names), strict=True)
-    return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
+    return tuple(_checked(StepRecord, dict(zip(names, row, strict=True))) for row in rows)
 
 
 _TERMS = ("noise", "epsilon", "delta")
-MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
 
 
-def _disclosure(found: _Fields) -> Disclosure:
-    tables = found.take("tables", dict)
-    for entries in tables.values():
-        if not isinstance(entries, list) or len(entries) > MAX_TABLE:
-            raise _malformed("its tables are not lists")
-        if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in entries):
-            raise _malformed("its tables hold other things than numbers")
-    terms = [found.number(k) if tables else found.take(k, type(None)) for k in _TERMS]
-    made = Disclosure(
-        found.name("client"),
-        found.name("run"),
-        {str(k): tuple(map(float, v)) for k, v in tables.items()},
-        noise=terms[0],
-        epsilon=terms[1],
-        delta=terms[2],
-    )
-    if found.has("counts") and not tables:
-        counts, floor = _exact(found)
-        made = replace(made, counts=counts, floor=floor)
-    found.end()
-    return made
-
-
-def _exact(found: _Fields) -> tuple[tuple[int | None, ...], int]:
-    counts, floor = found.take("counts", list), found.count("floor")
-    if len(counts) > MAX_TABLE or not 1 <= floor < 2**31:
-        raise _malformed("its counts are too many, or have no floor")
-    if any(c is not None and not (type(c) is int and floor <= c < 2**31) for c in counts):
+def _disclosure(values: dict[str, Any]) -> Disclosure:
+    made = _checked(Disclosure, values, ("counts", "floor"))
+    if any((getattr(made, term) is None) == bool(made.tables) for term in _TERMS):
+        raise _malformed("its tables have no terms, or its terms no tables")
+    if not {"counts", "floor"} & values.keys():
+        return made
+    if made.counts is None or made.floor is None or made.tables:
+        raise _malformed("its counts have no floor, or stand beside tables")
+    if any(count is not None and count < made.floor for count in made.counts):
         raise _malformed("its counts are not numbers from its floor on")
-    return tuple(counts), floor
+    return made
 
 
 def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure | Introduction:
@@ -597,13 +559,13 @@ def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure | Int
             raise _malformed("its code is unknown")
         return refusal
     if kind == "disclosure":
-        return _disclosure(found)
+        return _disclosure(values)
     if kind == "introduction":
-        return _introduction(found)
+        return _checked(Introduction, values)
     if kind != "reply":
         raise _malformed("it is not an answer")
     trained = found.take("trained", bool)
-    report: ClientReport = _checked(_REPORT, ClientReport, found.take("report", dict))
+    report = _checked(ClientReport, found.take("report", dict))
     trace = _trace(found.take("trace", dict))
     masked = _masked(found, report.client, weights) if found.has("masked") else None
     reply = Reply(
