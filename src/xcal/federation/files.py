@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from xcal.config import nearest, read_toml
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # commands that only read and write text need not wait for to
     from torch import Tensor
 
 
+Table = TypeVar("Table", bound=BaseModel)
+Read = TypeVar("Read")
 _SUM = "sha256"  # where a description keeps the checksum
 
 
@@ -102,6 +104,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: it is damaged.") from None
 
 
+def read_as(kind: type[Read], path: Path) -> Read:
+    """A JSON file of ours as what it was written from; what says anything else is damaged."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, sync: bool = True
 ) -> None:
@@ -150,9 +160,6 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
 
     text = f"{digest_tensors(sorted(tensors.items()))}\n{json.dumps(about)}"
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-Table = TypeVar("Table", bound=BaseModel)
 
 
 def read_table(
