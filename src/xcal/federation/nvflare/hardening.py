@@ -42,8 +42,17 @@ def authorization(role: str) -> dict[str, Any]:
     }
 
 
+def _part(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    part: dict[str, Any] = {"id": name, "path": f"nvflare.{path}"}
+    return part if args is None else {**part, "args": args}
+
+
 def site_resources() -> dict[str, Any]:
     """A site's `resources.json`: exactly our executor, no log streaming."""
+    none = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
+    manager = "app_common.resource_managers.gpu_resource_manager.GPUResourceManager"
+    consumer = "app_common.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
+    launcher = "app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
@@ -51,31 +60,21 @@ def site_resources() -> dict[str, Any]:
         "allow_log_streaming": False,
         "client": {"retry_timeout": 30, "compression": "Gzip"},
         "components": [
-            {
-                "id": "resource_manager",
-                "path": "nvflare.app_common.resource_managers.gpu_resource_manager"
-                ".GPUResourceManager",
-                "args": {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300},
-            },
-            {
-                "id": "resource_consumer",
-                "path": "nvflare.app_common.resource_consumers.gpu_resource_consumer"
-                ".GPUResourceConsumer",
-                "args": {},
-            },
-            {
-                "id": "process_launcher",
-                "path": "nvflare.app_common.job_launcher.client_process_launcher"
-                ".ClientProcessJobLauncher",
-                "args": {},
-            },
+            _part("resource_manager", manager, none),
+            _part("resource_consumer", consumer, {}),
+            _part("process_launcher", launcher, {}),
         ],
     }
 
 
 def server_resources(store: Path) -> dict[str, Any]:
     """The server's `resources.json`: exactly our controller; jobs are kept under `store`."""
-    storage = "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"
+    storage = "app_common.storages.filesystem_storage.FilesystemStorage"
+    persistor = "app_common.state_persistors.storage_state_persistor.StorageStatePersistor"
+    scheduler = "app_common.job_schedulers.job_scheduler.DefaultJobScheduler"
+    launcher = "app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher"
+    snapshots = {"root_dir": str(store / "snapshots"), "uri_root": "/"}
+    jobs = {"uri_root": str(store / "jobs"), "job_store_id": "job_store"}
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
@@ -90,34 +89,17 @@ def server_resources(store: Path) -> dict[str, Any]:
             }
         ],
         "snapshot_persistor": {
-            "path": "nvflare.app_common.state_persistors.storage_state_persistor"
-            ".StorageStatePersistor",
+            "path": f"nvflare.{persistor}",
             "args": {
                 "uri_root": "/",
-                "storage": {
-                    "path": storage,
-                    "args": {"root_dir": str(store / "snapshots"), "uri_root": "/"},
-                },
+                "storage": {"path": f"nvflare.{storage}", "args": snapshots},
             },
         },
         "components": [
-            {
-                "id": "job_scheduler",
-                "path": "nvflare.app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
-                "args": {"max_jobs": 1, "min_schedule_interval": 0.5},
-            },
-            {
-                "id": "job_manager",
-                "path": "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
-                "args": {"uri_root": str(store / "jobs"), "job_store_id": "job_store"},
-            },
-            {"id": "job_store", "path": storage},
-            {
-                "id": "process_launcher",
-                "path": "nvflare.app_common.job_launcher.server_process_launcher"
-                ".ServerProcessJobLauncher",
-                "args": {},
-            },
+            _part("job_scheduler", scheduler, {"max_jobs": 1, "min_schedule_interval": 0.5}),
+            _part("job_manager", "apis.impl.job_def_manager.SimpleJobDefManager", jobs),
+            _part("job_store", storage),
+            _part("process_launcher", launcher, {}),
         ],
     }
 
