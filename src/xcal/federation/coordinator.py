@@ -356,8 +356,12 @@ class Coordinator:
         no = {c: a for c in asked if isinstance(a := answers.get(c), Refusal)}
         refused = {client: refusal.code for client, refusal in no.items()}
         missing = [c for c in asked if answers.get(c) is None]
-        if refused:
-            self._log_refusals(t, no)
+        if no:
+            told = [
+                {"round": t, "client": client, "code": said.code, **_versions({client: said})}
+                for client, said in no.items()
+            ]
+            self.folder.append_lines("refusals.jsonl", told)
         if "diverged" in refused.values():
             self._diverged(t)
         self._check_quorum(t, len(replies), len(asked), missing, no)
@@ -405,15 +409,6 @@ class Coordinator:
     def _diverged(self, t: int) -> None:
         raise Diverged(
             f"Training diverged in round {t + 1}: lower lr (now {self.federation.experiment.lr:g})."
-        )
-
-    def _log_refusals(self, t: int, refused: Mapping[str, Refusal]) -> None:
-        self.folder.append_lines(
-            "refusals.jsonl",
-            [
-                {"round": t, "client": client, "code": no.code, **_versions({client: no})}
-                for client, no in refused.items()
-            ],
         )
 
     def _check_quorum(

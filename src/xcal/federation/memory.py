@@ -13,7 +13,7 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,19 +109,15 @@ class RunMemory:
             about["attempt"] = self._request.sum.attempt.number
         if reply.masked is not None:
             sent = reply.masked
-            about |= {
-                "masked": {
-                    "site": sent.site,
-                    "context": sent.context,
-                    "signature": sent.signature.hex(),
-                }
-            }
+            told = {"site": sent.site, "context": sent.context, "signature": sent.signature.hex()}
+            about["masked"] = told
             tensors = {_MASKED: torch.frombuffer(bytearray(sent.numbers), dtype=torch.uint8)}
         (self._folder / "room").unlink(missing_ok=True)
         write_tensors(self._folder / "reply.safetensors", tensors, about)
-        if (self._folder / "begun.json").exists():
+        begun = self._folder / "begun.json"
+        if begun.exists():
             # An older answer put back would else make this round one that was never answered.
-            self._write_begun({**asdict(self._begun()), "answered": self._request.round})
+            write_json(begun, {**asdict(self._begun()), "answered": self._request.round})
         (self._folder / "progress.safetensors").unlink(missing_ok=True)
 
     def hold_room(self, weights: Weights, steps: int) -> None:
@@ -179,7 +175,7 @@ class RunMemory:
             attempt = max(attempt, begun.attempt)
         after = Begun(now, remembered, tuple(given_up), begun.answered, attempt)
         if after != begun or not known:
-            self._write_begun(asdict(after))
+            write_json(self._folder / "begun.json", asdict(after))
 
     def _begun(self) -> Begun:
         path = self._folder / "begun.json"
@@ -194,9 +190,6 @@ class RunMemory:
             )
         except (UserError, LookupError, TypeError, ValueError, AttributeError):
             raise Refused("site", f"{path} cannot be read: restore it from a backup.") from None
-
-    def _write_begun(self, value: Mapping[str, Any]) -> None:
-        write_json(self._folder / "begun.json", value)
 
     # --- a step within the round ------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ from xcal.first_edition import RENAMED
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.methods.feature_store import FeatureStore
 
+# What of a client's last report the result keeps.
+OF_CLIENTS = "units epsilon_spent epsilon_paper share_spent order steps halted".split()
 OnMeasure = Callable[[str, int, int], None]  # of what, how many are done, of how many
 
 
@@ -280,16 +282,7 @@ def finish(
         "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,
         "clients": [
-            {
-                "id": r["client"],
-                "units": r["units"],
-                "epsilon_spent": r["epsilon_spent"],
-                "epsilon_paper": r["epsilon_paper"],
-                "share_spent": r["share_spent"],
-                "order": r["order"],
-                "steps": r["steps"],
-                "halted": r["halted"],
-            }
+            {"id": r["client"], **{key: r[key] for key in OF_CLIENTS}}
             for r in (reports[name] for name in federation.names if name in reports)
         ],
         "server": server,

@@ -125,11 +125,7 @@ def client_round(
                     f"Round {request.round} was answered already, for other weights: refused.",
                 )
             return previous.reply
-        return _train(request, weights, site, ledger, memory, previous, on_step or _ignore)
-
-
-def _ignore(count: int) -> None:
-    """Nobody watches."""
+        return _train(request, weights, site, ledger, memory, previous, on_step or (lambda _: None))
 
 
 def _train(
@@ -169,16 +165,13 @@ def _train(
     if site.partition is not None and ledger.terms.of_real_people:
         site.partition.remember(site.site_dir, charged=bool(ledger.runs))  # before a charge
     seeded = site.noise.name == "seeded"
-    account = (
-        Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
-        if plan is not None
-        else None
-    )
-    if account is None:
+    account = None
+    if plan is None:
         ledger.reserve(terms)
         if not ledger.recorded_unbounded(request.run, request.round):
             ledger.record_unbounded(request.run, request.round)
     else:
+        account = Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
         memory.begin(
             site.ledger_path,
             account.rounds_paid,
@@ -399,14 +392,14 @@ def _report(
     ledger: Ledger,
 ) -> ClientReport:
     before = (previous.reply.report.steps or 0) if previous else 0
-    private = plan is not None and account is not None
+    spent = None if plan is None or account is None else plan.odometer(account.spent)
     return ClientReport(
         client=site.client,
         units=site.data.units,
         steps=before + len(trace),
         halted=halted,
         order=plan.order if plan is not None else None,
-        epsilon_spent=plan.odometer(account.spent) if private else None,  # type: ignore[union-attr]
+        epsilon_spent=spent,
         epsilon_paper=method.epsilon_paper(experiment, plan, state),
         share_spent=account.filter.share_spent if account is not None else None,
         mean_sigma=_mean([r.sigma for r in trace if r.sigma > 0]),

@@ -199,19 +199,14 @@ def _held_out(site_dir: SiteDirectory) -> list[Finding]:
             what = f" (a {held.who} is none)" if held.apart else ""
             found.append(problem(f"{told} it shows{what}: import with --group-column"))
         elif policy.evaluation_floor and recorded_partition(site_dir.path) is not None:
-            found += _never_else(site_dir, held.data.digest)
+            try:
+                check_never_else(site_dir.path, held.data.digest)
+            except Refused as refusal:
+                text = f"no exact counts would be sent: {refusal}".rstrip(".")
+                found.append(problem(text))
     if about.personal and not policy.personal_epsilon:
         found.append(problem("personal in site.toml needs personal_epsilon in policy.toml"))
     return found
-
-
-def _never_else(site_dir: SiteDirectory, whole: str) -> list[Finding]:
-    """Whether exact counts of this set would be sent."""
-    try:
-        check_never_else(site_dir.path, whole)
-    except Refused as refusal:
-        return [problem(f"no exact counts would be sent: {refusal}".rstrip("."))]
-    return []
 
 
 def check_data(site_dir: SiteDirectory) -> list[Finding]:
