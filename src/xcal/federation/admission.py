@@ -56,8 +56,13 @@ def admit_run(
         return  # under way: what it asked for was admitted when it was entered
     if terms.of_real_people:
         _check_for_people(owner, experiment, partition)
-        if plan is not None:
-            check_delta(plan.delta, units)
+    admit_new(ledger, run, plan, units)
+
+
+def admit_new(ledger: Ledger, run: RunTerms, plan: Plan | None, units: int) -> None:
+    """Refuse a run that begins, by the ledger's own rules and the number of its units."""
+    if ledger.terms.of_real_people and plan is not None:
+        check_delta(plan.delta, units)
     ledger.check(run)
     if plan is not None:
         ledger.check_step(plan.sample_rate, plan.sigma_first)

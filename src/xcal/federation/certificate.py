@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
 from xcal.dp.ledger.rows import Head, Row, check_head, read_rows, terms_of, verify
 from xcal.errors import UserError
-from xcal.federation.clinicians_page import WIDE, safe, table_html
+from xcal.federation.clinicians_page import page_html, safe, table_html
 from xcal.federation.disclosure import is_own
 from xcal.federation.exact_counts import sent_by, sent_text
 from xcal.federation.files import read_json
@@ -182,7 +182,7 @@ _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;"
     "color:#111;background:#fff}table{border-collapse:collapse;width:100%;font-size:.9rem}"
     "th,td{border:1px solid #999;padding:.3rem .5rem;text-align:left;vertical-align:top}"
-    "code{overflow-wrap:anywhere;font-size:.85rem}" + WIDE
+    "code{overflow-wrap:anywhere;font-size:.85rem}"
 )
 
 
@@ -238,11 +238,9 @@ def _page(facts: dict[str, Any], key: str) -> str:
     }
     listed = "".join(f"<dt><b>{safe(k)}</b></dt><dd>{safe(v)}</dd>" for k, v in items.items())
     plain = json.dumps(facts).replace("<", "\\u003c")  # nothing in it ends the script
-    title = f"Privacy budget of {safe(facts['population'])}"
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f"<title>{title}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{title}</h1>\n<dl>{listed}</dl>\n"
+    title = f"Privacy budget of {facts['population']}"
+    body = (
+        f"<h1>{safe(title)}</h1>\n<dl>{listed}</dl>\n"
         f"<h2>Runs</h2>\n{runs}\n"
         "<p>The guarantee of a run is the (ε, δ) that it reserved, however little was spent; ∞ is"
         " no guarantee. It bounds what anybody who sees all that left the site can tell about one"
@@ -252,5 +250,6 @@ def _page(facts: dict[str, Any], key: str) -> str:
         f"{safe(facts['head']['hash'])}</code>. Signed with the site's Ed25519 key"
         f" <code>{key}</code>, to be compared with the site. To check: <code>xcal ledger verify"
         " PAGE.html --ledger SITE</code>.</p>\n"
-        f'<script type="application/json" id="xcal-certificate">{plain}</script></body></html>'
+        f'<script type="application/json" id="xcal-certificate">{plain}</script>'
     )
+    return page_html(title, _STYLE, [body])

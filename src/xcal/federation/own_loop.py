@@ -9,7 +9,7 @@ from xcal.dp.calibration import Plan
 from xcal.dp.engine import PolicyCheck
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
-from xcal.federation.admission import check_delta
+from xcal.federation.admission import admit_new
 from xcal.federation.policy import admit_method, admit_plan, admit_target, read_policy
 from xcal.federation.request_refusals import naming
 from xcal.federation.site_directory import logged
@@ -55,11 +55,7 @@ def policy(path: str | os.PathLike[str]) -> PolicyCheck:
             admit_method(allowed, plan.method)
             admit_target(allowed, plan.unit, plan.epsilon, plan.delta)
             admit_plan(allowed, run.run, plan, ledger.runs.values())
-            if run.run in ledger.runs:
-                return  # under way: the ledger admitted it when it was entered
-            if ledger.terms.of_real_people:
-                check_delta(plan.delta, plan.units)
-            ledger.check(run)
-            ledger.check_step(plan.sample_rate, plan.sigma_first)
+            if run.run not in ledger.runs:  # else the ledger admitted it when it was entered
+                admit_new(ledger, run, plan, plan.units)
 
     return check

@@ -9,7 +9,7 @@ from typing import Any
 
 from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
-from xcal.federation.clinicians_page import HEAD, WIDE, number, safe, table_html
+from xcal.federation.clinicians_page import number, page_html, safe, table_html
 from xcal.federation.loopback import Page
 from xcal.federation.nvflare.jobs import Lead
 from xcal.federation.nvflare.observe import RunState, Snapshot, of_lead
@@ -23,7 +23,7 @@ _STYLE = (
     "color:#111;background:#fff}table{border-collapse:collapse;margin:.5rem 0 1.5rem;width:100%}"
     "th,td{border:1px solid #999;padding:.25rem .6rem;text-align:left;vertical-align:top}"
     ".bad{color:#a00;font-weight:600}svg{max-width:100%;border:1px solid #ccc}"
-    "nav a{margin-right:1rem}figure{margin:1rem 0}" + WIDE
+    "nav a{margin-right:1rem}figure{margin:1rem 0}"
 )
 
 
@@ -74,13 +74,8 @@ def page(
         parts += [_sites(snapshot, run), _runs(snapshot.runs)]
         if run is not None:
             parts += _run(run)
-    return (
-        "<!doctype html>\n<html lang=en><head>"
-        f"{HEAD}"
-        f"<meta http-equiv=refresh content={max(1, round(every))}>"
-        f"<title>{safe(name)}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    again = f"<meta http-equiv=refresh content={max(1, round(every))}>"
+    return page_html(name, _STYLE, parts, again)
 
 
 def _sites(snapshot: Snapshot, run: RunState | None) -> str:
