@@ -166,7 +166,9 @@ def read_table(
     kind: type[Table], path: Path, what: str, hint: str = "`xcal site init` makes one"
 ) -> Table:
     """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
-    values = names_of_today(read_toml(path, what, hint))
+    if not path.exists():
+        raise UserError(f"{path} is missing: {hint}.")
+    values = names_of_today(read_toml(path, what))
     known = tuple(kind.model_fields)
     for key in values:
         if key not in known:

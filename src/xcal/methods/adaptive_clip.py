@@ -25,7 +25,16 @@ from xcal.dp.distributed import Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.errors import UserError
-from xcal.methods.base import LocalMethod, Method, QuantileParameters, own_key, shape_of
+from xcal.methods.base import (
+    LocalMethod,
+    Method,
+    QuantileParameters,
+    SharedSum,
+    gradient_sum,
+    own_key,
+    plan_constant,
+    shape_of,
+)
 from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.dp_fedavg import (
@@ -35,7 +44,6 @@ from xcal.methods.dp_fedavg import (
     client_level_shape,
     private_mean,
 )
-from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import (
     clipped_sum,
     contributing_units,

@@ -22,9 +22,16 @@ from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
-from xcal.methods.base import LocalMethod, SparedParameters, own_key, shape_of
+from xcal.methods.base import (
+    LocalMethod,
+    SharedSum,
+    SparedParameters,
+    gradient_sum,
+    own_key,
+    plan_constant,
+    shape_of,
+)
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import dp_step
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from xcal.config import Experiment, Positive, Share, Weight, key
-from xcal.dp.calibration import Plan, PlanShape
+from xcal.dp.calibration import Plan, PlanShape, plan_fixed, plan_static
 from xcal.dp.clipping import Bound
+from xcal.dp.clipping.named import trainable
+from xcal.dp.distributed import Part
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
@@ -28,6 +29,31 @@ COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
 
 own_key = partial(key, travels=True)
 """A method's own key: clients take the same steps, so they are sent it."""
+
+
+@dataclass(frozen=True)
+class SharedSum:
+    """What a masked round sums (`trust = "masked"`), and what one unit of its gradient may be.
+
+    The same for every site and for the server: all of it follows from the weights that everyone was
+    sent, the multiplier and the clipping norm, and is known before anybody draws.
+    """
+
+    parts: tuple[Part, ...]
+    bound: Bound
+
+
+def gradient_sum(model: nn.Module, sigma: float, bound: Bound, *others: Part) -> SharedSum:
+    """The clipped gradients in the scaled space, where one deviation fits every coordinate."""
+    size = sum(p.numel() for p in trainable(model).values())
+    return SharedSum((Part("gradient", size, bound.sensitivity, sigma), *others), bound)
+
+
+def plan_constant(experiment: Experiment, shape: PlanShape, method: str) -> Plan:
+    """The plan of a method whose multiplier never moves; discrete noise needs a whole order."""
+    if experiment.discrete:
+        return plan_static(shape, method, whole_orders=True)
+    return plan_fixed(shape, method, experiment.accountant)
 
 
 class Method(Protocol):

@@ -25,9 +25,9 @@ from xcal.explain.signal import (
     cell_components,
     image_components,
 )
+from xcal.methods.base import SharedSum, gradient_sum
 from xcal.methods.client_data import Batch, Rows
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 FEW_MAPS = 16
 """Maps weighed at a time: more leave the processor's cache, which takes seven times as long."""

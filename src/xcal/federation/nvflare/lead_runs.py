@@ -22,6 +22,7 @@ from xcal.federation.nvflare.jobs import (
     Lead,
     ServerSilent,
     check_run_name,
+    set_keys,
     state_words,
     write_job,
 )
@@ -79,14 +80,8 @@ def submit(
                 f"The run {run!r} exists already: choose another --name, or go on with it by"
                 f" `xcal federation resume {run}`."
             )
-        _enough(session, wanted)
-        settings = {
-            "experiment": {k: v for k, v in made.resolved().items() if v is not None},
-            "given": sorted(given),
-            "sites": named,
-        }
-        folder = write_job(party.folder / "jobs" / run, run, settings, wanted)
-        return run, session.submit(folder)
+        settings = {"experiment": set_keys(made), "given": sorted(given), "sites": named}
+        return run, _send(session, party, run, settings, wanted)
 
 
 def statistics(
@@ -111,13 +106,12 @@ def statistics(
     with Lead.session(party) as session:
         if session.jobs(run):
             raise UserError(f"The name {run!r} is taken: choose another --name.")
-        _enough(session, 1)
         settings = {
-            "experiment": {k: v for k, v in made.resolved().items() if v is not None},
+            "experiment": set_keys(made),
             "sites": {site: site for site in sites},
             "statistics": list(target),
         }
-        session.submit(write_job(party.folder / "jobs" / run, run, settings, 1))
+        _send(session, party, run, settings, 1)
         deadline = time.monotonic() + patience + 10 * ENDING
         while session.last(run).running:
             if time.monotonic() > deadline:
@@ -152,14 +146,12 @@ def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> s
                 session.give_up(job)
         known = party.folder / "jobs" / run / "meta.json"
         wanted = quorum or (read_json(known)["min_clients"] if known.exists() else 1)
-        _enough(session, wanted)
         settings: dict[str, Any] = {"resume": True, "sites": {}}  # the server knows them
         if quorum is not None:
             settings["quorum"] = quorum
         if timeout is not None:
             settings["timeout"] = timeout
-        folder = write_job(party.folder / "jobs" / run, run, settings, wanted)
-        return session.submit(folder)
+        return _send(session, party, run, settings, wanted)
 
 
 def stop(lead: Path, run: str) -> None:
@@ -221,13 +213,15 @@ class TooFewSites(UserError):
     """Fewer sites are connected than a run needs."""
 
 
-def _enough(session: Lead, wanted: int) -> None:
+def _send(session: Lead, party: Party, run: str, settings: dict[str, Any], wanted: int) -> str:
+    """Submit a job, once as many sites are connected as it wants; FLARE's id of it."""
     there = session.connected()
     if len(there) < wanted:
         raise TooFewSites(
             f"{len(there)} sites are connected ({', '.join(there) or 'none'}), {wanted} are needed:"
             " wait for them, or lower --quorum."
         )
+    return session.submit(write_job(party.folder / "jobs" / run, run, settings, wanted))
 
 
 # --- looking --------------------------------------------------------------------------------------

@@ -41,13 +41,12 @@ from xcal.federation.nvflare.parties import (
 )
 
 VERSION = "2.9.0"
-_PARTY_KIND = {"server": "server", "site": "client", "lead": "admin", "viewer": "admin"}
-_PARTY_ROLE = {"lead": "lead", "viewer": "member"}
-_REQUEST_KIND = {
-    "server": ("server", "server"),
-    "site": ("site", "client"),
-    "lead": ("user", "lead"),
-    "viewer": ("user", "member"),
+# What FLARE calls a role: among its participants, in a request, and in the certificate.
+_CALLED = {
+    "server": ("server", "server", "server"),
+    "site": ("client", "site", "client"),
+    "lead": ("admin", "user", "lead"),
+    "viewer": ("admin", "user", "member"),
 }
 STATEMENT = "xcal.json"  # in a request: for which federation it was made, signed by its key
 
@@ -270,7 +269,7 @@ def approve(
     role = coordinator.role_of(name)
     if role is None:
         raise UserError(f"{request} comes from {name!r}, whom this federation did not invite.")
-    kind, kit = _REQUEST_KIND[role]
+    _, kind, kit = _CALLED[role]
     if wanted.get("kind") != kind or wanted.get("cert_type") not in (kit, None):
         raise UserError(f"{request} asks for another role than {name} was invited for: refused.")
     renewal = _check_origin(coordinator, request, name)
@@ -416,13 +415,10 @@ def renew(party: Party) -> Party:
 
 def _request(party: Party, *, renewal: bool = False) -> None:
     about = party.about
-    person: dict[str, object] = {
-        "name": about.name,
-        "type": _PARTY_KIND[about.role],
-        "org": about.organization,
-    }
-    if about.role in _PARTY_ROLE:
-        person["role"] = _PARTY_ROLE[about.role]
+    kind, asked, certified = _CALLED[about.role]
+    person: dict[str, object] = {"name": about.name, "type": kind, "org": about.organization}
+    if asked == "user":
+        person["role"] = certified
     if about.role == "server":
         person |= {"fed_learn_port": about.port, "admin_port": about.port}
     definition = party.folder / "records" / "party.yaml"
