@@ -16,6 +16,7 @@ from torch import nn
 
 from xcal.dp.clipping.named import trainable
 from xcal.dp.distributed import BYTES
+from xcal.dp.ledger.analysis import spent_text
 from xcal.dp.ledger.rows import Head
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
@@ -443,3 +444,27 @@ def _versions(refused: Mapping[str, Refusal]) -> dict[str, dict[str, str]]:
     """The numbers of who is of another version, beside the server's."""
     others = {c: no.version for c, no in refused.items() if no.code == "other-version"}
     return {"versions": {"server": VERSION, **others}} if others else {}
+
+
+def round_line(record: Mapping[str, Any], total: int | None = None) -> str:
+    """One round in one line: public measurements and what the clients released."""
+    parts = [f"round {record['round'] + 1}" + (f"/{total}" if total else "")]
+    parts.append(f"{record['answered']} answered")
+    if record.get("validation_macro_f1") is not None:
+        parts.append(f"macro F1 {record['validation_macro_f1']:.3f}")
+    if record.get("road_validation") is not None:
+        parts.append(f"ROAD {record['road_validation']:+.3f}")
+    for client in record.get("clients", []):
+        epsilon, share = client.get("epsilon_spent"), client.get("share_spent")
+        if epsilon is not None or share is not None:
+            parts.append(f"{client['client']} spent {spent_text(epsilon, share)}")
+    for kind in ("missing", "exhausted"):
+        if record.get(kind):
+            parts.append(f"{kind}: {', '.join(record[kind])}")
+    versions = record.get("versions", {})
+    for client, code in record.get("refused", {}).items():
+        told = (
+            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
+        )
+        parts.append(f"{client} refused ({code}{told})")
+    return ", ".join(parts)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xcal.config import nearest
-from xcal.errors import UserError, how_to_install
+from xcal.errors import UserError, first_line, how_to_install
 
 if TYPE_CHECKING:
     from xcal.federation.coordinator import Progress
@@ -174,12 +174,7 @@ def make_logger(name: str, folder: Path, run: str) -> Logger | None:
     except UserError:
         raise
     except Exception as error:  # whatever a server elsewhere or its client makes of it
-        raise UserError(f"log = {name!r} could not be opened: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise UserError(f"log = {name!r} could not be opened: {first_line(error)}.") from error
 
 
 class Logged:
@@ -207,4 +202,4 @@ class Logged:
             self._logger.log(values, step)
         except Exception as error:
             self._logger = None
-            self.say(f"The logger failed and gets nothing more: {_first_line(error)}")
+            self.say(f"The logger failed and gets nothing more: {first_line(error)}.")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xcal.dp.calibration import check_target
-from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
+from xcal.federation.coordinator import round_line
 from xcal.federation.files import read_json
 from xcal.federation.loggers import EventFile
 from xcal.federation.nvflare.jobs import (
@@ -321,27 +321,3 @@ def look(lead: Path, run: str | None, events: Path | None = None) -> Iterator[Lo
     finally:
         if file is not None:
             file.close()
-
-
-def round_line(record: dict[str, Any], total: int | None) -> str:
-    """One round in one line: public measurements and what the sites released."""
-    parts = [f"round {record['round'] + 1}" + (f"/{total}" if total else "")]
-    parts.append(f"{record['answered']} answered")
-    if record.get("validation_macro_f1") is not None:
-        parts.append(f"macro F1 {record['validation_macro_f1']:.3f}")
-    if record.get("road_validation") is not None:
-        parts.append(f"ROAD {record['road_validation']:+.3f}")
-    for client in record.get("clients", []):
-        epsilon, share = client.get("epsilon_spent"), client.get("share_spent")
-        if epsilon is not None or share is not None:
-            parts.append(f"{client['client']} spent {spent_text(epsilon, share)}")
-    for kind in ("missing", "exhausted"):
-        if record.get(kind):
-            parts.append(f"{kind}: {', '.join(record[kind])}")
-    versions = record.get("versions", {})
-    for client, code in record.get("refused", {}).items():
-        told = (
-            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
-        )
-        parts.append(f"{client} refused ({code}{told})")
-    return ", ".join(parts)
