@@ -31,15 +31,8 @@ def authorization(role: str) -> dict[str, Any]:
     silent = {"submit_job": "none", "manage_job": "none", "download_job": "none", **watch}
     own = "n:submitter"
     lead = {"submit_job": "any", "manage_job": own, "download_job": own, **watch}
-    return {
-        "format_version": "1.0",
-        "permissions": {
-            "project_admin": {**nothing, **silent},
-            "org_admin": {**nothing, **silent},
-            "lead": {**nothing, **lead},
-            "member": {**nothing, **silent},
-        },
-    }
+    rights = {who: {**nothing, **(lead if who == "lead" else silent)} for who in ROLES}
+    return {"format_version": "1.0", "permissions": rights}
 
 
 def _part(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
