@@ -1,14 +1,13 @@
-"""Writes docs/messages.md, and the table of refusal codes in docs/federation.md."""
+"""Writes the table of refusal codes in docs/federation.md."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from xcal.federation.inventory import markdown
 from xcal.federation.request_refusals import CODES
 
-HERE = Path(__file__).parent
+PAGE = Path(__file__).parent / "federation.md"
 TABLE = re.compile(r"\| code \| what it says \|\n(\|.*\n)*")
 
 
@@ -19,6 +18,4 @@ def codes() -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "messages.md").write_text(markdown())
-    page = HERE / "federation.md"
-    page.write_text(TABLE.sub(lambda _: codes(), page.read_text()))
+    PAGE.write_text(TABLE.sub(lambda _: codes(), PAGE.read_text()))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from xcal.dp.engine import PrivacyEngine
     from xcal.dp.fix import fix
     from xcal.dp.ledger.reading import Ledger
+    from xcal.federation.admission import policy
     from xcal.federation.local import Progress
     from xcal.federation.loggers import Logger
-    from xcal.federation.own_loop import policy
     from xcal.report.trained import Trained
 
 __version__ = VERSION
@@ -45,7 +45,7 @@ _LAZY = {
     "Ledger": "xcal.dp.ledger.reading",
     "PrivacyEngine": "xcal.dp.engine",
     "fix": "xcal.dp.fix",
-    "policy": "xcal.federation.own_loop",
+    "policy": "xcal.federation.admission",
 }
 
 

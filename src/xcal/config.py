@@ -359,20 +359,20 @@ def decimal_point(value: object) -> str:
     return ""
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """An experiment file's keys."""
+def read_toml(path: Path, what: str = "experiment file") -> dict[str, Any]:
+    """A file's keys; whatever is wrong with it is one sentence about `what`."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"There is no experiment file {path}: check the path.") from None
+        raise UserError(f"There is no {what} {path}: check the path.") from None
     except (OSError, UnicodeDecodeError):
-        raise UserError(f"The experiment file {path} cannot be read as text.") from None
+        raise UserError(f"The {what} {path} cannot be read as text.") from None
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         meant = re.search(r"^\s*[\w-]+\s*=\s*(-?\d+,\d+)\s*(?:#.*)?$", text, re.MULTILINE)
         hint = decimal_point(meant[1]) if meant else ""
-        raise UserError(f"The experiment file {path} is not valid TOML: {error}.{hint}") from None
+        raise UserError(f"The {what} {path} is not valid TOML: {error}.{hint}") from None
     for old, new in RENAMED.items():
         if old in values and new in values:
             raise UserError(

@@ -13,6 +13,11 @@ def how_to_install(extra: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, without its full stop; its name if nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
 class UserError(Exception):
     """Something the user gave is wrong: one sentence that says what, where and what to do.
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import xcal
 import xcal.dp.fix
 import xcal.dp.ledger.reading
-import xcal.federation.own_loop
+import xcal.federation.admission
 from commands import xcal_environment, xcal_forked
 from private_loop import N, data, network, private, train
 from xcal.dp.calibration import calibrate_fixed
@@ -54,7 +54,7 @@ def run_of(path: Path) -> Any:
     return found
 
 
-@pytest.mark.parametrize("module", [xcal.dp.fix, xcal.dp.ledger.reading, xcal.federation.own_loop])
+@pytest.mark.parametrize("module", [xcal.dp.fix, xcal.dp.ledger.reading, xcal.federation.admission])
 def test_the_docstrings_tell_the_truth(module: Any) -> None:
     found = doctest.testmod(module)
     assert (found.attempted > 2, found.failed) == (True, 0)

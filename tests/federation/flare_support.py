@@ -122,7 +122,11 @@ class Federation:
     def kill(self, name: str) -> None:
         """As a power cut: every process of the party, at once."""
         party = self.party(name)
-        assert process.kill(party) > 0
+        running = process.processes(party)
+        assert running
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not process.processes(party), f"{name} to be gone", 20)
 
     def halt(self) -> None:

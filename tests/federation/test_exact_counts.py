@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 import xcal
+from inventory import INVENTORY
 from made_sites import tiny_site
 from support import TINY, tiny
 from wire import a_request, real
@@ -37,7 +38,6 @@ from xcal.federation.evaluation import Predictions
 from xcal.federation.exact_counts import above, counts_sent, mean_f1, people_by_class, read_counts
 from xcal.federation.folder import RunFolder
 from xcal.federation.held_out import HeldOut
-from xcal.federation.inventory import INVENTORY
 from xcal.federation.local import run_experiment
 from xcal.federation.messages import (
     Disclosure,

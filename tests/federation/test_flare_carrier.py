@@ -20,7 +20,7 @@ from nvflare.apis.shareable import Shareable, make_reply
 from xcal.errors import UserError
 from xcal.federation.nvflare.executor import MESSAGE
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
-from xcal.federation.nvflare.lost import Lost, lost_in, note_lost
+from xcal.federation.nvflare.rejoin import Lost, lost_in, note_lost
 
 
 class Tasks:

@@ -15,10 +15,10 @@ import pytest
 pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 
 from federation.flare_support import LONG, SITES, VIEWER, Federation, Relay, tls_records
+from inventory import INVENTORY
 from xcal.dp.ledger.rows import read_rows, runs_of, verify
 from xcal.experiments import load_experiment
 from xcal.federation.folder import RunFolder
-from xcal.federation.inventory import INVENTORY
 from xcal.federation.local import run_experiment
 from xcal.federation.nvflare.check import handshake
 from xcal.federation.nvflare.jobs import write_job

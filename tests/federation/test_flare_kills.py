@@ -22,7 +22,7 @@ pytest.importorskip("nvflare", reason="the extra nvflare is not installed")
 from federation.flare_support import EXPERIMENT, LONG, SITES, Federation, wait_for
 from xcal.dp.ledger.rows import read_rows, verify
 from xcal.federation.nvflare import process
-from xcal.federation.nvflare.lost import Lost, lost_in
+from xcal.federation.nvflare.rejoin import Lost, lost_in
 
 pytestmark = LONG
 

@@ -6,13 +6,13 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+from inventory import INVENTORY
 from made_sites import tiny_site
 from support import ROOT, TINY
 from wire import a_request, ask, changed
 from xcal.experiments import KEYS, LOCAL_KEYS, experiment_type, make_experiment
 from xcal.federation.disclosure import CLASSES
 from xcal.federation.exchange import ClientReport, RoundReply
-from xcal.federation.inventory import INVENTORY, markdown
 from xcal.federation.local_evaluation import TABLES
 from xcal.federation.masks import Masked
 from xcal.federation.messages import (
@@ -41,7 +41,8 @@ def test_every_field_of_the_messages_is_explained() -> None:
     names |= {f.name for f in fields(Introduction)}
     names |= {f.name for f in fields(Disclosure) if f.name != "tables"}
     names |= {f"tables.{name}" for name in (CLASSES, *TABLES)}
-    assert names == set(EXPLAINED), "explain the field in federation/inventory.py"
+    assert len(INVENTORY) == len(EXPLAINED)
+    assert names == set(EXPLAINED), "explain the field in docs/messages.md"
 
 
 def test_nothing_else_is_in_the_log_of_real_messages(tmp_path: Path) -> None:
@@ -57,9 +58,7 @@ def test_nothing_else_is_in_the_log_of_real_messages(tmp_path: Path) -> None:
     assert logged[0]["fields"]["weights"] >= 4 * 3 * 8 * 9
 
 
-def test_the_printed_inventory_is_the_table() -> None:
-    text = (ROOT / "docs" / "messages.md").read_text()
-    assert text == markdown(), "run python docs/make_messages.py"
+def test_the_printed_codes_are_the_table() -> None:
     page = (ROOT / "docs" / "federation.md").read_text()
     for code, what in CODES.items():
         assert f"| `{code}` | {what} |" in page, "run python docs/make_messages.py"

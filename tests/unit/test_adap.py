@@ -22,16 +22,14 @@ from xcal.federation import rounds
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import prepare
-from xcal.methods.adap_dpfl import AdapRule, AdapState, admissible_sigma, decays, next_clip
+from xcal.methods.adap_dpfl import AdapParameters, AdapState, admissible_sigma, decays, next_clip
 
 QUICK = {**TINY, "method": "adap-dpfl", "road_images": 0, "road_test_images": 0}
 PLAN = plan_static(PlanShape(8.0, 1e-3, units=50, batch=10, rounds=3), "adap-dpfl")
 
 
-def rule(**changes: Any) -> AdapRule:
-    return AdapRule(
-        **{"plan": PLAN, "clip": 1.0, "clip_factor": 2.0, "sigma_decay": 0.9, **changes}
-    )
+def rule(**changes: Any) -> AdapParameters:
+    return AdapParameters(**{"max_grad_norm": 1.0, "clip_factor": 2.0, **changes})
 
 
 def test_noise_falls_after_three_falls_in_a_row_and_again_with_each_further_one() -> None:
@@ -60,18 +58,21 @@ def test_clipping_norm_follows_the_released_norm_unless_noise_hides_it() -> None
 
 def test_sigma_is_the_smallest_admissible_and_never_above_the_first() -> None:
     fresh = RenyiFilter(PLAN.order, PLAN.budget)
-    assert admissible_sigma(rule(), 0, fresh)[0] == PLAN.sigma_static
-    lowered, _ = admissible_sigma(rule(), 3, fresh)
+    wanted = PLAN.sigma_static * 0.9**3
+    assert admissible_sigma(PLAN, PLAN.sigma_static, fresh)[0] == PLAN.sigma_static
+    lowered, _ = admissible_sigma(PLAN, wanted, fresh)
     cheap, cost = (step_cost(PLAN.sample_rate, s, PLAN.order) for s in (PLAN.sigma_static, lowered))
-    assert lowered == pytest.approx(PLAN.sigma_static * 0.9**3)
+    assert lowered == wanted
     # room for a step at σ_0 and not for one at 0.9³ σ_0: something in between
     tight = RenyiFilter(PLAN.order, PLAN.budget, PLAN.budget - (cheap + cost) / 2)
-    between, table = admissible_sigma(rule(), 3, tight)
+    between, table = admissible_sigma(PLAN, wanted, tight)
     assert lowered < between < PLAN.sigma_static
     assert table is not None
     assert tight.admits(float(table.costs[table.at_least(between)]))
     with pytest.raises(BudgetExhausted):
-        admissible_sigma(rule(), 3, RenyiFilter(PLAN.order, PLAN.budget, PLAN.budget - cheap / 2))
+        admissible_sigma(
+            PLAN, wanted, RenyiFilter(PLAN.order, PLAN.budget, PLAN.budget - cheap / 2)
+        )
 
 
 def trace(folder: Path) -> list[dict[str, Any]]:

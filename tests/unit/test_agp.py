@@ -22,8 +22,8 @@ from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.explain.gradcam import channel_weights
 from xcal.methods import agp as step_of_agp
-from xcal.methods.agp import AGP, AgpState, agp_step, channel_importance
-from xcal.methods.agp_dp import cam_layer_of, most_important, require_trained
+from xcal.methods.agp import AGP, agp_step, channel_importance
+from xcal.methods.agp_dp import ChannelState, cam_layer_of, most_important, require_trained
 from xcal.methods.context import StepContext
 from xcal.methods.step_parts import clipped_sum, release_gradient
 from xcal.models.efficientnet import efficientnet_b0
@@ -38,7 +38,7 @@ def context(model: nn.Module | None = None) -> StepContext:
 def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:
     at, layer = context(), cam_layer_of(micro(3))
     before = {name: p.detach().clone() for name, p in at.model.named_parameters()}
-    state, record = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=AgpState())
+    state, record = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=ChannelState())
     assert state.channels is not None
     assert len(state.channels) == 2
     assert record.sigma == 4.0
@@ -55,7 +55,7 @@ def test_only_the_chosen_channels_of_the_convolution_get_no_noise() -> None:
 
 def test_with_nothing_protected_it_is_static_noise_to_the_bit() -> None:
     mine, base = context(), context()
-    state = AgpState()
+    state = ChannelState()
     for step in range(3):
         state, _ = agp_step(
             mine, step, sigma=0.8, share=0.0, layer=cam_layer_of(mine.model), state=state
@@ -115,7 +115,7 @@ def test_where_only_a_head_trains_its_columns_are_spared() -> None:
     at, layer = context(model), cam_layer_of(model)
     assert (layer.head, layer.channels, layer.convolution) == ("fc.weight", 512, ())
     before = model.fc.weight.detach().clone()
-    state, _ = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=AgpState())
+    state, _ = agp_step(at, 0, sigma=4.0, share=0.25, layer=layer, state=ChannelState())
     assert state.channels is not None and len(state.channels) == 128
     quiet = context(resnet18(3, norm="group", trainable="head", seed=0))
     sums = clipped_sum(quiet, quiet.draw(0)).gradients["fc.weight"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from inventory import INVENTORY
 from support import sets
-from xcal.federation.inventory import INVENTORY
 
 Invoke = Callable[..., tuple[int, str, str]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xcal.errors import UserError
-from xcal.federation.events import EventFile, scalars_of
+from xcal.federation.loggers import EventFile, scalars_of
 
 RECORD = {
     "round": 2,

@@ -21,8 +21,8 @@ from xcal.data.catalog import load
 from xcal.data.image_store import read_info
 from xcal.errors import how_to_install
 from xcal.experiments import make_experiment
+from xcal.federation.card import notices
 from xcal.federation.evaluation import Predictions
-from xcal.federation.notices import notices
 
 Invoke = Callable[..., tuple[int, str, str]]
 

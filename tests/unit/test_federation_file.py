@@ -16,8 +16,8 @@ GOOD = 'name = "three"\nsites = ["a", "b"]\n'
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('sites = ["a"]', "does not say name"),
-        ('name = "x"', "does not say sites"),
+        ('sites = ["a"]', "lacks name"),
+        ('name = "x"', "lacks sites"),
         (GOOD + "port = 80", "port = 80"),
         (GOOD + 'server = "https://x"', "host name"),
         (GOOD + 'sitez = ["a"]', "Did you mean 'sites'"),

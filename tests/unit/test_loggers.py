@@ -16,9 +16,8 @@ from commands import xcal_forked
 from support import TINY, sets
 from xcal.errors import UserError
 from xcal.experiments import LOCAL_KEYS, make_experiment
-from xcal.federation.events import MEASURED, RELEASED
 from xcal.federation.folder import RunFolder
-from xcal.federation.loggers import MLflow, WandB
+from xcal.federation.loggers import MEASURED, RELEASED, MLflow, WandB
 
 QUICK = {**TINY, "method": "fl-dp", "rounds": 2, "clients": 2, "road_images": 0}
 QUICK = {**QUICK, "road_test_images": 0}

@@ -1,17 +1,29 @@
-"""Whether a client takes part in a run: its policy and its ledger, asked before any charge."""
+"""Whether a client takes part in a run: its policy and its ledger, asked before any charge.
+
+And whether a training loop of somebody's own may go on, in whatever federation.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from xcal.config import Experiment
 from xcal.dp.calibration import Plan
+from xcal.dp.engine import PolicyCheck
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import RunTerms
 from xcal.federation.partition_record import PARTITION_KEYS, PartitionRecord
-from xcal.federation.policy import admit_experiment, admit_plan, site_file
+from xcal.federation.policy import (
+    admit_experiment,
+    admit_method,
+    admit_plan,
+    admit_target,
+    read_policy,
+    site_file,
+)
 from xcal.federation.request_refusals import Refused, naming
 from xcal.federation.rounds import run_terms
 from xcal.federation.site_directory import Owner, SiteDirectory, logged, read_owner
@@ -56,8 +68,13 @@ def admit_run(
         return  # under way: what it asked for was admitted when it was entered
     if terms.of_real_people:
         _check_for_people(owner, experiment, partition)
-        if plan is not None:
-            check_delta(plan.delta, units)
+    admit_new(ledger, run, plan, units)
+
+
+def admit_new(ledger: Ledger, run: RunTerms, plan: Plan | None, units: int) -> None:
+    """Refuse a run that begins, by the ledger's own rules and the number of its units."""
+    if ledger.terms.of_real_people and plan is not None:
+        check_delta(plan.delta, units)
     ledger.check(run)
     if plan is not None:
         ledger.check_step(plan.sample_rate, plan.sigma_first)
@@ -174,3 +191,49 @@ def to_the_user(owner: Owner) -> Iterator[None]:
         raise Refused(
             refusal.code, f"The site {owner.site_dir} refuses: {detail[:1].lower()}{detail[1:]}"
         ) from refusal
+
+
+def policy(path: str | os.PathLike[str]) -> PolicyCheck:
+    """What a site allows, for `xcal.PrivacyEngine(ledger=…, policy=…)`.
+
+    A training is asked about before its first charge, and again in every round: its ε and δ, those
+    of all runs in the ledger together, its unit, steps, batch and noise. `methods` in the file must
+    name `dp-sgd`, which every loop of one's own is; what the loop trains is the owner's to look at,
+    so `networks` does not apply. A refusal is written into the site's refusal log.
+
+    Args:
+        path: the site's folder, or its `policy.toml`.
+
+    Returns:
+        What `xcal.PrivacyEngine` takes as `policy`.
+
+    Raises:
+        UserError: where the file is missing or not a policy. The engine's `make_private` then
+            raises `xcal.federation.request_refusals.Refused`, with its code, for what is not
+            allowed.
+
+    Guarantee: a training beyond what the file allows is refused before its first charge.
+
+    Example:
+        >>> import tempfile, xcal
+        >>> site = Path(tempfile.mkdtemp())
+        >>> _ = xcal.Ledger.create(site, population="ward-7", unit="record", epsilon=8, delta=1e-3)
+        >>> _ = (site / "policy.toml").write_text(
+        ...     "epsilon_total = 8.0\\ndelta_total = 1e-3\\nepsilon_run = 2.0\\ndelta_run = 1e-4\\n"
+        ...     "methods = ['dp-sgd']"
+        ... )
+        >>> engine = xcal.PrivacyEngine(ledger=site, policy=xcal.policy(site))
+    """
+    given = Path(path)
+    file = given / "policy.toml" if given.is_dir() else given
+    allowed = read_policy(file)
+
+    def check(ledger: Ledger, run: RunTerms, plan: Plan) -> None:
+        with logged(file.parent, {"run": run.run}), naming("ledger"):
+            admit_method(allowed, plan.method)
+            admit_target(allowed, plan.unit, plan.epsilon, plan.delta)
+            admit_plan(allowed, run.run, plan, ledger.runs.values())
+            if run.run not in ledger.runs:  # else the ledger admitted it when it was entered
+                admit_new(ledger, run, plan, plan.units)
+
+    return check

@@ -30,7 +30,6 @@ from xcal.federation.loaded_site import Held, keep_freed_memory, torch_threads
 from xcal.federation.logbook import note
 from xcal.federation.masked import under_masks
 from xcal.federation.messages import (
-    Disclosure,
     Introduction,
     Refusal,
     Reply,
@@ -91,7 +90,7 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
                 asked = decode_request(message, opened.policy.max_message)
             about |= {"run": asked.run}
             if isinstance(asked, StatisticsRequest) or asked.final:
-                return _told(opened, _disclosed(opened, asked))
+                return _disclosed(opened, asked)
             about |= {"round": asked.round}
             with naming("experiment-invalid"):
                 experiment = opened.experiment(asked.experiment, asked.initial_seed)
@@ -109,7 +108,7 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
         reply = Reply(client, asked.run, asked.round, respond(opened, question, on_step))
         with logged(site_dir, about):
             data = encode_reply(reply)
-        opened.log_message("sent", "reply", fields_of(data))
+        _sent(opened, "reply", data)
         note(site_dir, "answered", halted=reply.answer.report.halted, **about)
         if opened.about.evaluate == "each":
             from xcal.federation.local_evaluation import after_round  # which builds on this one
@@ -121,8 +120,12 @@ def answer(site_dir: Path, message: bytes, on_step: OnStep | None = None) -> byt
     except Exception:
         code = "internal"
     data = encode_refusal(Refusal(client, code))
-    if opened is not None:
-        opened.log_message("sent", "refusal", fields_of(data))
+    return data if opened is None else _sent(opened, "refusal", data)
+
+
+def _sent(site: SiteDirectory, kind: str, data: bytes) -> bytes:
+    """An answer, as it leaves."""
+    site.log_message("sent", kind, fields_of(data))
     return data
 
 
@@ -149,25 +152,20 @@ def _introduced(site: SiteDirectory, asked: Request, experiment: Experiment) -> 
         told.key.hex(),
         told.signature.hex(),
     )
-    data = encode_introduction(made)
-    site.log_message("sent", "introduction", fields_of(data))
-    return data
+    return _sent(site, "introduction", encode_introduction(made))
 
 
-def _disclosed(site: SiteDirectory, asked: Request | StatisticsRequest) -> Disclosure:
+def _disclosed(site: SiteDirectory, asked: Request | StatisticsRequest) -> bytes:
     """An answer that trains nothing for the server: counts by class, or to a final model."""
     from xcal.federation.local_evaluation import answer_final  # which builds on this one
 
     if isinstance(asked, StatisticsRequest):
-        return answer_statistics(site, asked)
-    return answer_final(site, asked)
-
-
-def _told(site: SiteDirectory, disclosure: Disclosure) -> bytes:
-    data = encode_disclosure(disclosure)
-    site.log_message("sent", "disclosure", fields_of(data))
-    exact = {} if disclosure.floor is None else {"exact_counts_from": disclosure.floor}
-    note(site.path, "disclosed", run=disclosure.run, tables=sorted(disclosure.tables), **exact)
+        made = answer_statistics(site, asked)
+    else:
+        made = answer_final(site, asked)
+    data = _sent(site, "disclosure", encode_disclosure(made))
+    exact = {} if made.floor is None else {"exact_counts_from": made.floor}
+    note(site.path, "disclosed", run=made.run, tables=sorted(made.tables), **exact)
     return data
 
 

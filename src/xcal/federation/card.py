@@ -9,8 +9,11 @@ import numpy as np
 
 from xcal.config import Experiment
 from xcal.data.images import RECORD_GROUPS, ImageData
+from xcal.federation.evaluation import Predictions
 from xcal.metrics.metric_registry import METRICS
 
+CERTAIN = 0.995  # shown as 100 %
+FALL = 0.05  # of macro F1 from its best round to the last
 INTENDED_USE = (
     "Research on private federated learning and on measured explanations. This is not a medical"
     " device: it has not been validated for diagnosis, screening or triage, and no decision about a"
@@ -67,15 +70,7 @@ def card_text(
         _section("Privacy", _privacy(statement, result)),
         _section("Measured on the test images", _metrics(data, result)),
         _section("Data", _data(experiment, data, statement, result)),
-        _section(
-            "Limits",
-            _bullets(
-                [
-                    *(LIMITS_OF_FINDINGS if data.multi_label else LIMITS),
-                    *_own_limits(statement, result),
-                ]
-            ),
-        ),
+        _section("Limits", _limits(data, statement, result)),
         _section("How it was made", _making(experiment, result)),
     ]
     return "\n".join(sections)
@@ -93,39 +88,28 @@ def _heading(data: ImageData, result: Mapping[str, Any]) -> str:
 
 def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
     lines = [*statement["opening"], "", statement["promise"]]
+    promised = []
     if result["epsilon_target"] is not None:
         spent = [c["epsilon_spent"] for c in result["clients"] if c["epsilon_spent"] is not None]
-        lines += [
-            "",
-            f"- Guaranteed: ε = {result['epsilon_target']:g}, δ = {result['delta']:g}, per"
-            f" {result['unit']}, {result['noise']} noise.",
-        ]
+        promised.append(
+            f"Guaranteed: ε = {result['epsilon_target']:g}, δ = {result['delta']:g}, per"
+            f" {result['unit']}, {result['noise']} noise."
+        )
         if spent:
-            lines.append(f"- Odometer of the client that spent most: ε = {max(spent):.4g}.")
+            promised.append(f"Odometer of the client that spent most: ε = {max(spent):.4g}.")
         if result["epsilon_paper"] is not None:
-            lines.append(f"- By the paper's own accounting: ε = {result['epsilon_paper']:.4g}.")
-        lines += ["", "Not protected:", "", *_bullets(statement["not_protected"])]
+            promised.append(f"By the paper's own accounting: ε = {result['epsilon_paper']:.4g}.")
     elif result.get("epsilon_masked") is not None:
-        lines += [
-            "",
-            f"- Guaranteed while {result['honest']} of {len(result['clients'])} sites are honest: ε"
+        promised.append(
+            f"Guaranteed while {result['honest']} of {len(result['clients'])} sites are honest: ε"
             f" = {result['epsilon_masked']:g}, δ = {result['delta']:g}, per {result['unit']},"
-            f" {result['noise']} noise shared under masks.",
-            "",
-            "Not protected:",
-            "",
-            *_bullets(statement["not_protected"]),
-        ]
+            f" {result['noise']} noise shared under masks."
+        )
     elif result.get("epsilon_client") is not None:
-        lines += [
-            "",
-            f"- At client level, against all but the server: ε = {result['epsilon_client']:g}, δ ="
+        promised += [
+            f"At client level, against all but the server: ε = {result['epsilon_client']:g}, δ ="
             f" {result['delta']:g}, {result['noise']} noise.",
-            "- At record level, against the server: ε = ∞.",
-            "",
-            "Not protected:",
-            "",
-            *_bullets(statement["not_protected"]),
+            "At record level, against the server: ε = ∞.",
         ]
     elif result["epsilon_nominal"] is not None:
         lines += [
@@ -133,6 +117,9 @@ def _privacy(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[st
             f"- Guaranteed: nothing, ε = ∞. Nominal: ε = {result['epsilon_nominal']:g},"
             f" {result['noise']} noise on part of each update.",
         ]
+    if promised:
+        lines += ["", *_bullets(promised)]
+        lines += ["", "Not protected:", "", *_bullets(statement["not_protected"])]
     plugins = _bullets([_plain(text) for text in statement["plugins"]])
     if plugins:
         lines += ["", "Plug-ins:", "", *plugins]
@@ -210,30 +197,29 @@ def _data(
     return _bullets(lines)
 
 
-def _own_limits(statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
-    """What is to be feared of this very run."""
-    found = [*map(_plain, result.get("notices", ())), *statement["warnings"]]
+def _limits(data: ImageData, statement: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """What is to be feared of all such models, and of this very run."""
+    found = [*(LIMITS_OF_FINDINGS if data.multi_label else LIMITS)]
+    found += [*map(_plain, result.get("notices", ())), *statement["warnings"]]
     halted = [str(client["id"]) for client in result["clients"] if client["halted"]]
     if halted:
         found.append(f"The budget of client {', '.join(halted)} ended before the last round.")
-    return found
+    return _bullets(found)
 
 
 def _making(experiment: Experiment, result: Mapping[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     preset = [] if experiment.preset is None else [f"Settings: preset {experiment.preset}"]
-    return [
-        *_bullets(
-            [
-                *preset,
-                f"Command: `{result['command']}`",
-                f"Commit: {result['commit'] or 'not from a checkout'}",
-                f"Versions: {versions}",
-                f"Seed {experiment.seed}, {_count(result['threads'], 'thread')},"
-                f" {result['seconds']:g} seconds. Every setting is in `experiment.toml`.",
-            ]
-        )
-    ]
+    return _bullets(
+        [
+            *preset,
+            f"Command: `{result['command']}`",
+            f"Commit: {result['commit'] or 'not from a checkout'}",
+            f"Versions: {versions}",
+            f"Seed {experiment.seed}, {_count(result['threads'], 'thread')},"
+            f" {result['seconds']:g} seconds. Every setting is in `experiment.toml`.",
+        ]
+    )
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
@@ -264,3 +250,34 @@ def _number(value: float | None) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def notices(
+    test: Predictions, classes: Sequence[str], rounds: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What to look at first: one class for all, confidences that say nothing, rounds that fall."""
+    found = []
+    answers = np.unique(test.predicted)
+    if len(answers) == 1 and len(np.unique(test.labels)) > 1:
+        found.append(
+            f"The model calls every test image {classes[int(answers[0])]!r}: it learnt nothing that"
+            " tells the classes apart."
+        )
+    if len(test.confidence) and np.nanmin(test.confidence) >= CERTAIN:
+        found.append(
+            "Every confidence on the test images rounds to 100 %, so they say nothing: lower lr or"
+            " max_grad_norm, or use `xcal.load(…).calibrated()`."
+        )
+    course = [
+        (r["round"] + 1, float(r["validation_macro_f1"]))
+        for r in rounds  # a line that was damaged says nothing
+        if type(r.get("round")) is int and type(r.get("validation_macro_f1")) in (int, float)
+    ]
+    if course:
+        best, last = max(course, key=lambda point: point[1]), course[-1]
+        if best[1] - last[1] >= FALL:
+            found.append(
+                f"Validation macro F1 fell from {best[1]:.2f} (round {best[0]}) to {last[1]:.2f}"
+                " after the last: a lower lr, a lower average or larger batches end steadier."
+            )
+    return found

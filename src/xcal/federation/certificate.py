@@ -8,7 +8,6 @@ and whoever has the ledger too, that the ledger still contains what the page was
 from __future__ import annotations
 
 import base64
-import html
 import json
 import re
 from collections.abc import Sequence
@@ -18,18 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from xcal.dp.ledger.analysis import lifetime, lifetime_text, spending
 from xcal.dp.ledger.rows import Head, Row, check_head, read_rows, terms_of, verify
 from xcal.errors import UserError
+from xcal.federation.clinicians_page import page_html, safe, table_html
 from xcal.federation.disclosure import is_own
 from xcal.federation.exact_counts import sent_by, sent_text
 from xcal.federation.files import read_json
 from xcal.federation.site_directory import SiteDirectory
 from xcal.federation.site_identity import KEY as KEY
-from xcal.federation.site_identity import site_key
+from xcal.federation.site_identity import public_key, site_key
 
 MAX_BYTES = 16 << 20
 _SIGNED = re.compile(
@@ -38,10 +37,6 @@ _SIGNED = re.compile(
 _FACTS = re.compile(
     rb'<script type="application/json" id="xcal-certificate">(.*?)</script>', re.DOTALL
 )
-
-
-def _raw(key: Ed25519PublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
 
 
 def facts_of(site: SiteDirectory) -> dict[str, Any]:
@@ -119,7 +114,7 @@ def certificate(site_dir: Path) -> bytes:
     """The signed page of a site."""
     facts = facts_of(SiteDirectory.open(site_dir))
     key = site_key(site_dir)
-    public = _raw(key.public_key())
+    public = key.public_key().public_bytes_raw()
     page = _page(facts, public.hex()).encode()
     signature = key.sign(page)
     told = (base64.b64encode(public).decode(), base64.b64encode(signature).decode())
@@ -169,7 +164,7 @@ def check_against(page: Checked, ledger: Path) -> None:
             " another ledger, or an older or shortened one."
         )
     own = ledger.parent / KEY
-    if own.exists() and _raw(site_key(ledger.parent).public_key()).hex() != page.key:
+    if own.exists() and public_key(ledger.parent).hex() != page.key:
         raise UserError(f"The page is signed with the key {page.key}, which is not {own}.")
     told = [{k: v for k, v in run.items() if k != "recipients"} for run in facts["runs"]]
     found = spending(rows[: head.count])
@@ -206,20 +201,17 @@ def _shared(run: dict[str, Any]) -> str:
 
 
 def _page(facts: dict[str, Any], key: str) -> str:
-    def safe(value: object) -> str:
-        return html.escape(str(value))
-
     limit = facts["limit"]
     told = "no limit"
     if limit["epsilon"] is not None:
         told = (
             f"({limit['epsilon']:g}, {limit['delta']:g}) over all runs, by the rule {limit['rule']}"
         )
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{safe(cell)}</td>"
-            for cell in (
+    heads = "run|method|protected unit|(ε, δ) reserved|ε spent (odometer)|share of its budget|steps"
+    runs = table_html(
+        [*heads.split("|"), "recipients"],
+        (
+            [
                 run["run"],
                 run["method"] + _shared(run),
                 run["unit"],
@@ -228,13 +220,10 @@ def _page(facts: dict[str, Any], key: str) -> str:
                 "–" if run["share"] is None else f"{100 * run['share']:.1f} %",
                 run["charges"],
                 run["recipients"],
-            )
-        )
-        + "</tr>"
-        for run in facts["runs"]
+            ]
+            for run in facts["runs"]
+        ),
     )
-    heads = "run|method|protected unit|(ε, δ) reserved|ε spent (odometer)|share of its budget|steps"
-    titles = "".join(f"<th scope=col>{safe(t)}</th>" for t in [*heads.split("|"), "recipients"])
     items = {
         "Site": facts["site"],
         "Population": facts["population"],
@@ -249,12 +238,10 @@ def _page(facts: dict[str, Any], key: str) -> str:
     }
     listed = "".join(f"<dt><b>{safe(k)}</b></dt><dd>{safe(v)}</dd>" for k, v in items.items())
     plain = json.dumps(facts).replace("<", "\\u003c")  # nothing in it ends the script
-    title = f"Privacy budget of {safe(facts['population'])}"
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f"<title>{title}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{title}</h1>\n<dl>{listed}</dl>\n"
-        f"<h2>Runs</h2>\n<table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table>\n"
+    title = f"Privacy budget of {facts['population']}"
+    body = (
+        f"<h1>{safe(title)}</h1>\n<dl>{listed}</dl>\n"
+        f"<h2>Runs</h2>\n{runs}\n"
         "<p>The guarantee of a run is the (ε, δ) that it reserved, however little was spent; ∞ is"
         " no guarantee. It bounds what anybody who sees all that left the site can tell about one"
         " protected unit, under the assumptions of docs/guarantee.md."
@@ -263,5 +250,6 @@ def _page(facts: dict[str, Any], key: str) -> str:
         f"{safe(facts['head']['hash'])}</code>. Signed with the site's Ed25519 key"
         f" <code>{key}</code>, to be compared with the site. To check: <code>xcal ledger verify"
         " PAGE.html --ledger SITE</code>.</p>\n"
-        f'<script type="application/json" id="xcal-certificate">{plain}</script></body></html>'
+        f'<script type="application/json" id="xcal-certificate">{plain}</script>'
     )
+    return page_html(title, _STYLE, [body])

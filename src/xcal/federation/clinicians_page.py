@@ -30,19 +30,27 @@ NAMES = {
     "calibration_error": "calibration error (ECE)",
 }
 # Read on a phone too: as wide as it is, and only tables may be moved sideways.
-HEAD = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
-WIDE = ".wide{overflow-x:auto}@media(max-width:40rem){.wide{font-size:.85rem}}"
+_HEAD = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+_WIDE = ".wide{overflow-x:auto}@media(max-width:40rem){.wide{font-size:.85rem}}"
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
     "color:#111;background:#fff}table{border-collapse:collapse;margin:.5rem 0 1.5rem}"
     "th,td{border:1px solid #999;padding:.25rem .6rem;text-align:right}"
     "th:first-child,td:first-child{text-align:left}figure{display:inline-block;margin:.5rem}"
-    "figcaption{font-size:.85rem;max-width:16rem}img{width:8rem;image-rendering:pixelated}" + WIDE
+    "figcaption{font-size:.85rem;max-width:16rem}img{width:8rem;image-rendering:pixelated}"
 )
 
 
 def safe(value: object) -> str:
     return html.escape(str(value))
+
+
+def page_html(title: str, style: str, parts: Iterable[str], head: str = "") -> str:
+    """A page that loads and runs nothing."""
+    return (
+        f"<!doctype html>\n<html lang=en><head>{_HEAD}{head}<title>{safe(title)}</title>"
+        f"<style>{style}{_WIDE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
 
 
 def table_html(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -52,7 +60,7 @@ def table_html(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<div class=wide tabindex=0>{table}</div>"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
@@ -79,7 +87,7 @@ def write_page(
         table_html(
             ["model", "after round", *NAMES.values()],
             (
-                [r["model"], r["round"], *(_number(r[name]) for name in NAMES)]
+                [r["model"], r["round"], *(number(r[name]) for name in NAMES)]
                 for r in sorted(records, key=lambda r: (r["round"], r["model"]))
             ),
         ),
@@ -89,7 +97,7 @@ def write_page(
         table_html(
             ["class", "sensitivity", "specificity"],
             (
-                [name, _number(newest["sensitivity"][k]), _number(newest["specificity"][k])]
+                [name, number(newest["sensitivity"][k]), number(newest["specificity"][k])]
                 for k, name in enumerate(newest["classes"])
             ),
         ),
@@ -105,11 +113,7 @@ def write_page(
     for column, values in newest["subgroups"].items():
         parts += [f"<h2>By {safe(column)}</h2>", _subgroup_table(column, who, values)]
     parts += ["<h2>What the model looked at</h2>", _explanations(measured)]
-    page = (
-        f"<!doctype html>\n<html lang=en><head>{HEAD}<title>{safe(run)} at"
-        f" {safe(site)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
-    write_bytes(path, page.encode())
+    write_bytes(path, page_html(f"{run} at {site}", _STYLE, parts).encode())
 
 
 def _subgroup_table(column: str, who: str, values: Sequence[Mapping[str, Any]]) -> str:
@@ -118,7 +122,7 @@ def _subgroup_table(column: str, who: str, values: Sequence[Mapping[str, Any]]) 
         if "fewer_than" in one:
             rows.append([one["value"], f"fewer than {one['fewer_than']}", *[""] * 6])
         else:
-            numbers = (_number(one[name]) for name in NAMES)
+            numbers = (number(one[name]) for name in NAMES)
             rows.append([one["value"], one["units"], one["images"], *numbers])
     return table_html([column, f"{who}s", "images", *NAMES.values()], rows)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from xcal.dp.clipping.named import trainable
 from xcal.dp.distributed import BYTES
+from xcal.dp.ledger.analysis import spent_text
 from xcal.dp.ledger.rows import Head
 from xcal.errors import UserError
 from xcal.federation.aggregation import ServerRule, averaged, server_round
@@ -34,6 +35,7 @@ from xcal.federation.messages import (
     EDITIONS,
     MAX_HEADER,
     VERSION,
+    Disclosure,
     Introduction,
     Refusal,
     Reply,
@@ -110,6 +112,24 @@ class Carrier(Protocol):
     def late(self) -> list[str]:
         """Clients whose answers to earlier rounds came too late, since this was last asked."""
         ...
+
+
+Told = TypeVar("Told", Reply, Introduction, Disclosure)
+
+
+def read_answer(
+    kind: type[Told], client: str, run: str, data: bytes, limit: int = 2 * MAX_HEADER
+) -> Told | Refusal:
+    """An answer as it came, or the refusal it amounts to: a client may send anything."""
+    try:
+        got = decode_answer(data, limit)
+    except Refused as error:
+        return Refusal(client, error.code)
+    if isinstance(got, Refusal):
+        return Refusal(client, got.code, got.version)
+    if isinstance(got, kind) and (got.client, got.run) == (client, run):
+        return got
+    return Refusal(client, "malformed")
 
 
 class Remote:
@@ -193,33 +213,23 @@ class Remote:
         asked = {q.client: replace(self._request(q), keys=True, weights={}) for q in questions}
         messages = {client: encode_request(request) for client, request in asked.items()}
         came = self._carrier.exchange(round_number, messages, timeout)
-        return {c: self._introduction(r, came[c]) if c in came else None for c, r in asked.items()}
-
-    def _introduction(self, asked: Request, data: bytes) -> Introduction | Refusal:
-        try:
-            got = decode_answer(data, 2 * MAX_HEADER)
-        except Refused as error:
-            return Refusal(asked.client, error.code)
-        if isinstance(got, Refusal):
-            return Refusal(asked.client, got.code, got.version)
-        fits = isinstance(got, Introduction) and (got.client, got.run) == (asked.client, asked.run)
-        return got if isinstance(got, Introduction) and fits else Refusal(asked.client, "malformed")
+        return {
+            c: read_answer(Introduction, c, r.run, came[c]) if c in came else None
+            for c, r in asked.items()
+        }
 
     def _read(self, question: Question, data: bytes) -> Answer:
-        """An answer as it came, or the refusal it amounts to: a client may send anything."""
-        try:
-            got = decode_answer(data, self._largest)
-            if isinstance(got, Refusal):
-                return Refusal(question.client, got.code, got.version)
-            asked = question.request
-            if not isinstance(got, Reply):
-                return Refusal(question.client, "malformed")
-            if (got.client, got.run, got.round) != (question.client, asked.run, asked.round):
-                return Refusal(question.client, "malformed")
-            if got.answer.weights is not None:
+        asked = question.request
+        got = read_answer(Reply, question.client, asked.run, data, self._largest)
+        if isinstance(got, Refusal):
+            return got
+        if got.round != asked.round:
+            return Refusal(question.client, "malformed")
+        if got.answer.weights is not None:
+            try:
                 check_weights(self._model, got.answer.weights)
-        except Refused as error:
-            return Refusal(question.client, error.code)
+            except Refused as error:
+                return Refusal(question.client, error.code)
         self._progress.step(len(got.answer.trace))
         return got.answer
 
@@ -347,8 +357,12 @@ class Coordinator:
         no = {c: a for c in asked if isinstance(a := answers.get(c), Refusal)}
         refused = {client: refusal.code for client, refusal in no.items()}
         missing = [c for c in asked if answers.get(c) is None]
-        if refused:
-            self._log_refusals(t, no)
+        if no:
+            told = [
+                {"round": t, "client": client, "code": said.code, **_versions({client: said})}
+                for client, said in no.items()
+            ]
+            self.folder.append_lines("refusals.jsonl", told)
         if "diverged" in refused.values():
             self._diverged(t)
         self._check_quorum(t, len(replies), len(asked), missing, no)
@@ -398,15 +412,6 @@ class Coordinator:
             f"Training diverged in round {t + 1}: lower lr (now {self.federation.experiment.lr:g})."
         )
 
-    def _log_refusals(self, t: int, refused: Mapping[str, Refusal]) -> None:
-        self.folder.append_lines(
-            "refusals.jsonl",
-            [
-                {"round": t, "client": client, "code": no.code, **_versions({client: no})}
-                for client, no in refused.items()
-            ],
-        )
-
     def _check_quorum(
         self,
         t: int,
@@ -439,3 +444,27 @@ def _versions(refused: Mapping[str, Refusal]) -> dict[str, dict[str, str]]:
     """The numbers of who is of another version, beside the server's."""
     others = {c: no.version for c, no in refused.items() if no.code == "other-version"}
     return {"versions": {"server": VERSION, **others}} if others else {}
+
+
+def round_line(record: Mapping[str, Any], total: int | None = None) -> str:
+    """One round in one line: public measurements and what the clients released."""
+    parts = [f"round {record['round'] + 1}" + (f"/{total}" if total else "")]
+    parts.append(f"{record['answered']} answered")
+    if record.get("validation_macro_f1") is not None:
+        parts.append(f"macro F1 {record['validation_macro_f1']:.3f}")
+    if record.get("road_validation") is not None:
+        parts.append(f"ROAD {record['road_validation']:+.3f}")
+    for client in record.get("clients", []):
+        epsilon, share = client.get("epsilon_spent"), client.get("share_spent")
+        if epsilon is not None or share is not None:
+            parts.append(f"{client['client']} spent {spent_text(epsilon, share)}")
+    for kind in ("missing", "exhausted"):
+        if record.get(kind):
+            parts.append(f"{kind}: {', '.join(record[kind])}")
+    versions = record.get("versions", {})
+    for client, code in record.get("refused", {}).items():
+        told = (
+            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
+        )
+        parts.append(f"{client} refused ({code}{told})")
+    return ", ".join(parts)

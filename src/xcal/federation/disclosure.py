@@ -8,7 +8,8 @@ own, without a draw, pays for each. The same question again gets the stored answ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,16 @@ def own_name(run: str, what: str) -> str:
 def is_own(name: str) -> bool:
     """Whether only the site got what was charged under this name: a head of its own."""
     return name.endswith(own_name("", PERSONAL))
+
+
+@contextmanager
+def held_ledger(site: SiteDirectory) -> Iterator[Ledger]:
+    """The site's ledger, for this process alone; refused if the site remembers a newer one."""
+    with naming("ledger"), Ledger(site.ledger_path) as ledger:
+        remembered = remembered_head(site.path)
+        if remembered is not None:
+            ledger.check_holds(remembered, "this site")
+        yield ledger
 
 
 def answer_statistics(site: SiteDirectory, asked: StatisticsRequest) -> Disclosure:
@@ -126,10 +137,7 @@ def disclose(
     Guarantee: (ε, δ)-DP for one unit under zero-out, reserved in the ledger as a run of its own.
     """
     kept = site.path / "runs" / run / f"{what}.json"
-    with naming("ledger"), Ledger(site.ledger_path) as ledger:
-        remembered = remembered_head(site.path)
-        if remembered is not None:
-            ledger.check_holds(remembered, "this site")
+    with held_ledger(site) as ledger:
         if kept.exists():
             return _stored(kept, run, (unit, *target, about))
         epsilon, delta = target

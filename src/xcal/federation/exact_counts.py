@@ -17,18 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data.images import Images
-from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import OWN_LOOP, Row, exact_of, read_rows
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.federation.admission import check_population
-from xcal.federation.disclosure import COUNTS, own_name
+from xcal.federation.disclosure import COUNTS, held_ledger, own_name
 from xcal.federation.held_out import HeldOut
-from xcal.federation.loaded_site import remember_head, remembered_head
+from xcal.federation.loaded_site import remember_head
 from xcal.federation.logbook import note, now
 from xcal.federation.messages import Disclosure
 from xcal.federation.partition_record import check_never_else
-from xcal.federation.request_refusals import Refused, naming
+from xcal.federation.request_refusals import Refused
 from xcal.federation.site_directory import SiteDirectory
 
 NO_GUARANTEE = "no guarantee (ε = ∞) covers held-out people for these"
@@ -121,11 +120,7 @@ def send_counts(
             " sent of them.",
         )
     floor, limit = site.policy.evaluation_floor, site.policy.evaluation_tables
-    # The ledger's lock: two processes do not both send.
-    with naming("ledger"), Ledger(site.ledger_path) as ledger:
-        remembered = remembered_head(site.path)
-        if remembered is not None:
-            ledger.check_holds(remembered, "this site")
+    with held_ledger(site) as ledger:  # two processes do not both send
         check_population(site.owner, ledger)
         earlier = _sent(ledger.exact)
         for one in earlier:

@@ -10,17 +10,22 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
+from xcal.config import nearest, read_toml
 from xcal.durable import sync_folder
 from xcal.errors import UserError
+from xcal.first_edition import names_of_today
 
 if TYPE_CHECKING:  # commands that only read and write text need not wait for torch
     from torch import Tensor
 
 
+Table = TypeVar("Table", bound=BaseModel)
+Read = TypeVar("Read")
 _SUM = "sha256"  # where a description keeps the checksum
 
 
@@ -40,6 +45,12 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
         with contextlib.suppress(OSError):
             scratch.unlink()  # half a file is of use to nobody, and takes room
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
+
+
+def check_unused(path: Path, otherwise: str = "") -> None:
+    """Refuse a folder that holds something; `otherwise`: what else could be done with it."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} is in use already: choose another folder{otherwise}.")
 
 
 def own_folder(path: Path) -> None:
@@ -93,6 +104,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: it is damaged.") from None
 
 
+def read_as(kind: type[Read], path: Path) -> Read:
+    """A JSON file of ours as what it was written from; what says anything else is damaged."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValueError):
+        raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, sync: bool = True
 ) -> None:
@@ -141,6 +160,31 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
 
     text = f"{digest_tensors(sorted(tensors.items()))}\n{json.dumps(about)}"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_table(
+    kind: type[Table], path: Path, what: str, hint: str = "`xcal site init` makes one"
+) -> Table:
+    """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
+    if not path.exists():
+        raise UserError(f"{path} is missing: {hint}.")
+    values = names_of_today(read_toml(path, what))
+    known = tuple(kind.model_fields)
+    for key in values:
+        if key not in known:
+            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "?"
+        if first["type"] == "missing":
+            text = f"{path} lacks {key} ({kind.model_fields[key].description}): add it."
+        else:
+            problem = first["msg"].removeprefix("Value error, ")
+            problem = problem[:1].lower() + problem[1:]
+            text = f"{key} = {values.get(key)!r} in {path} is not accepted: {problem}."
+        raise UserError(text) from None
 
 
 _PATIENCE = 3.0  # seconds

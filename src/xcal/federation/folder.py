@@ -23,6 +23,7 @@ from xcal.errors import UserError
 from xcal.experiments import read_pinned
 from xcal.federation.files import (
     append_text,
+    check_unused,
     read_json,
     read_tensors,
     whole_lines,
@@ -85,11 +86,7 @@ class RunFolder:
     @staticmethod
     def create(path: Path, experiment: Experiment, given: Sequence[str]) -> RunFolder:
         """Make DIR in one move, configuration inside."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(
-                f"{path} is in use already: choose another folder, or continue it with"
-                f" `xcal run --resume {path}`."
-            )
+        check_unused(path, f", or continue it with `xcal run --resume {path}`")
         about = {
             "run": f"{path.name}-{secrets.token_hex(4)}",
             "command": command(),

@@ -7,11 +7,11 @@ was told of newer rows sends their head with the next question, and the site ref
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from xcal.dp.ledger.rows import Head
-from xcal.errors import UserError
-from xcal.federation.files import read_json, write_json
+from xcal.federation.files import read_as, write_json
 
 FILE = "heads.json"
 
@@ -21,15 +21,7 @@ class KnownHeads:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._heads: dict[str, Head] = {}
-        if path.exists():
-            try:
-                self._heads = {
-                    str(client): Head(int(told["count"]), str(told["hash"]))
-                    for client, told in read_json(path).items()
-                }
-            except (LookupError, TypeError, ValueError, AttributeError):
-                raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+        self._heads = read_as(dict[str, Head], path) if path.exists() else {}
 
     def newest(self, client: str, head: Head | None) -> Head | None:
         """The longer of `head` and what is known here."""
@@ -41,7 +33,4 @@ class KnownHeads:
         longer = {c: head for c, head in told.items() if self.newest(c, head) is head}
         if any(self._heads.get(c) != head for c, head in longer.items()):
             self._heads |= longer
-            write_json(
-                self._path,
-                {c: {"count": h.count, "hash": h.hash} for c, h in self._heads.items()},
-            )
+            write_json(self._path, {c: asdict(head) for c, head in self._heads.items()})

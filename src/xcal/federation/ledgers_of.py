@@ -26,12 +26,6 @@ def no_such_site(site_dir: str, *, begun: bool) -> UserError:
     )
 
 
-def _homes_of(run: Path) -> tuple[str, ...]:
-    """The sites that a run's folder names; their ledgers are not in it."""
-    file = run / "experiment.toml"
-    return tuple(read_toml(file).get("sites") or ()) if file.exists() else ()
-
-
 def find_ledgers(path: Path) -> Iterator[Path]:
     """The ledgers meant by a path: a ledger, a site, or a run's folder."""
     if path.is_file():
@@ -44,7 +38,9 @@ def find_ledgers(path: Path) -> Iterator[Path]:
         (path / "clients").glob("*/ledger.sqlite"),
         key=lambda p: (len(p.parent.name), p.parent.name),
     )
-    for site_dir in _homes_of(path):
+    file = path / "experiment.toml"
+    named = read_toml(file).get("sites") if file.exists() else None
+    for site_dir in named or ():  # whose ledgers are not in the run's folder
         if not Path(site_dir).is_dir():
             raise no_such_site(site_dir, begun=True)
         found.append(Path(site_dir) / "ledger.sqlite")

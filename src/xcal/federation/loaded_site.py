@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +23,8 @@ from xcal.dp.clipping.losses import Loss
 from xcal.dp.ledger.ledger import Ledger
 from xcal.dp.ledger.rows import Charge, Head
 from xcal.dp.noise import NoiseSource
-from xcal.errors import UserError
 from xcal.federation.exchange import shape_of
-from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.files import read_as, write_bytes, write_json
 from xcal.federation.masks import MaskKeys
 from xcal.federation.partition_record import PartitionRecord
 from xcal.methods.client_data import LocalData
@@ -38,22 +37,21 @@ REPLAYED = "2:"  # begins a digest of inputs that only what shapes the answer we
 
 
 def remembered_head(site_dir: Path) -> Head | None:
-    """The newest head that a site answered with, as it wrote it down; None: it never did."""
+    """The newest head that a site answered with, whatever the run; None: it never did.
+
+    An older ledger that is put back, with its own head file, would forget what was released.
+    """
     path = site_dir / _REMEMBERED
     if not path.exists():
         path = site_dir / "runs" / "ledger.seen"  # where it was before
         if not path.is_file():
             return None
-    try:
-        found = read_json(path)
-        return Head(int(found["count"]), str(found["hash"]))
-    except (UserError, KeyError, TypeError, ValueError):
-        raise UserError(f"{path} cannot be read: restore it from a backup.") from None
+    return read_as(Head, path)
 
 
 def remember_head(site_dir: Path, head: Head) -> None:
     """Durably: what an answer cost is not forgotten once it has left."""
-    write_json(site_dir / _REMEMBERED, {"count": head.count, "hash": head.hash})
+    write_json(site_dir / _REMEMBERED, asdict(head))
 
 
 @dataclass
@@ -89,16 +87,6 @@ class LoadedSite:
         folder = self.site_dir / "runs" / run
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def remembered_head(self) -> Head | None:
-        """The ledger's head when this site last answered, whatever the run.
-
-        An older ledger that is put back, with its own head file, would forget what was released.
-        """
-        return remembered_head(self.site_dir)
-
-    def remember(self, head: Head) -> None:
-        remember_head(self.site_dir, head)
 
     def replay_key(self, experiment: Experiment, recorded: Sequence[Charge]) -> ReplayKey | None:
         """Of a round's steps.

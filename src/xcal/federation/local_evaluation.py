@@ -21,7 +21,7 @@ from xcal.dp.ledger.rows import read_rows, runs_of
 from xcal.dp.sampling import UnitTable
 from xcal.errors import UserError
 from xcal.explain.interval import mean_interval
-from xcal.federation.clinicians_page import write_page
+from xcal.federation.clinicians_page import NAMES, write_page
 from xcal.federation.disclosure import STATISTICS, Sums, disclose, one_hot, unit_sums
 from xcal.federation.evaluation import Predictions, predict
 from xcal.federation.exact_counts import mean_f1, send_counts
@@ -39,7 +39,6 @@ from xcal.methods.context import digest_tensors
 from xcal.metrics.metric_registry import classification_metrics
 from xcal.models.model_registry import build_network
 
-SHOWN = ("macro_f1", "accuracy", "balanced_accuracy", "auroc", "calibration_error")
 TABLES = ("confusion", "calibration")
 BINS = 5  # of confidence, in what is sent: with more of them noise would add up to a higher error
 
@@ -60,7 +59,7 @@ def measure(site: SiteDirectory, model: nn.Module, experiment: Experiment) -> Me
     images = held.images
     predictions = predict(model, images, device=experiment.device)
     whole = classification_metrics(images.labels, predictions.probabilities)
-    numbers: dict[str, Any] = {name: whole[name] for name in SHOWN}
+    numbers: dict[str, Any] = {name: whole[name] for name in NAMES}
     numbers |= {
         "images": len(images),
         "units": len(np.unique(images.groups)),
@@ -80,8 +79,9 @@ def measure(site: SiteDirectory, model: nn.Module, experiment: Experiment) -> Me
     return Measured(numbers, predictions, held, model)
 
 
-def _reliability(predictions: Predictions, bins: int = 10) -> list[dict[str, float]]:
+def _reliability(predictions: Predictions) -> list[dict[str, float]]:
     """Confidence against truth, bin by bin."""
+    bins = 10
     place = _place(predictions.confidence, bins)
     right = predictions.predicted == predictions.labels
     return [
@@ -119,7 +119,7 @@ def _by_value(
                 "value": str(value),
                 "units": people,
                 "images": int(inside.sum()),
-                **{name: numbers[name] for name in SHOWN},
+                **{name: numbers[name] for name in NAMES},
             }
         )
     return found

@@ -8,20 +8,33 @@ on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from xcal.config import nearest
-from xcal.errors import UserError, how_to_install
-from xcal.federation.events import EventFile, scalars_of
+from xcal.errors import UserError, first_line, how_to_install
 
 if TYPE_CHECKING:
     from xcal.federation.coordinator import Progress
 
 PROJECT = "xcal"  # the experiment of MLflow, the project of Weights & Biases
 RESULT = ("macro_f1", "road", "epsilon_target")  # of public test images, and the promise
+# What of a round's record may be drawn: measured on public images, or released by a client.
+MEASURED = ("validation_macro_f1", "validation_loss", "road_validation", "answered")
+RELEASED = ("share_spent", "epsilon_spent", "mean_sigma", "mean_signal")
+
+
+def scalars_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a round's record that may be drawn, by tag."""
+    for name in MEASURED:
+        if record.get(name) is not None:
+            yield f"server/{name}", float(record[name])
+    for report in record.get("clients", []):
+        for name in RELEASED:
+            if report.get(name) is not None:
+                yield f"{report['client']}/{name}", float(report[name])
 
 
 class Logger(Protocol):
@@ -32,6 +45,31 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """After the last; called where xcal made the logger, not for one that was handed in."""
+
+
+class EventFile:
+    """TensorBoard's, in a folder; every round is flushed, so that a watcher sees it at once."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError(f"Event files need TensorBoard: {how_to_install('loggers')}.") from None
+        try:
+            self._writer: Any = SummaryWriter(str(folder))
+        except OSError as error:
+            raise UserError(f"{folder} could not be written: {error.strerror}.") from None
+
+    def round(self, record: Mapping[str, Any]) -> None:
+        self.log(dict(scalars_of(record)), int(record["round"]) + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class MLflow:
@@ -136,12 +174,7 @@ def make_logger(name: str, folder: Path, run: str) -> Logger | None:
     except UserError:
         raise
     except Exception as error:  # whatever a server elsewhere or its client makes of it
-        raise UserError(f"log = {name!r} could not be opened: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+        raise UserError(f"log = {name!r} could not be opened: {first_line(error)}.") from error
 
 
 class Logged:
@@ -169,4 +202,4 @@ class Logged:
             self._logger.log(values, step)
         except Exception as error:
             self._logger = None
-            self.say(f"The logger failed and gets nothing more: {_first_line(error)}")
+            self.say(f"The logger failed and gets nothing more: {first_line(error)}.")

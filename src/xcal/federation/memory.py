@@ -13,7 +13,7 @@ import errno
 import hashlib
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from xcal.federation.exchange import (
     load_weights,
     shape_of,
 )
-from xcal.federation.files import read_json, read_tensors, write_json, write_tensors
+from xcal.federation.files import read_as, read_tensors, write_json, write_tensors
 from xcal.federation.masks import Masked
-from xcal.federation.request_refusals import Refused
+from xcal.federation.request_refusals import Refused, naming
 from xcal.methods.base import Method, save_state
 from xcal.methods.context import Optimizer, StepAverage, StepRecord
 from xcal.plugins import OwnCodeError
@@ -67,8 +67,8 @@ class Begun:
     round: int
     after: int
     given_up: tuple[int, ...]
-    answered: int
-    attempt: int = 0
+    answered: int = -1
+    attempt: int = sys.maxsize  # which one, older versions do not say
 
 
 class RunMemory:
@@ -109,19 +109,15 @@ class RunMemory:
             about["attempt"] = self._request.sum.attempt.number
         if reply.masked is not None:
             sent = reply.masked
-            about |= {
-                "masked": {
-                    "site": sent.site,
-                    "context": sent.context,
-                    "signature": sent.signature.hex(),
-                }
-            }
+            told = {"site": sent.site, "context": sent.context, "signature": sent.signature.hex()}
+            about["masked"] = told
             tensors = {_MASKED: torch.frombuffer(bytearray(sent.numbers), dtype=torch.uint8)}
         (self._folder / "room").unlink(missing_ok=True)
         write_tensors(self._folder / "reply.safetensors", tensors, about)
-        if (self._folder / "begun.json").exists():
+        begun = self._folder / "begun.json"
+        if begun.exists():
             # An older answer put back would else make this round one that was never answered.
-            self._write_begun({**asdict(self._begun()), "answered": self._request.round})
+            write_json(begun, {**asdict(self._begun()), "answered": self._request.round})
         (self._folder / "progress.safetensors").unlink(missing_ok=True)
 
     def hold_room(self, weights: Weights, steps: int) -> None:
@@ -162,7 +158,7 @@ class RunMemory:
         now = self._request.round
         attempt = 0 if self._request.sum is None else self._request.sum.attempt.number
         known = (self._folder / "begun.json").exists()
-        begun = self._begun() if known else Begun(remembered, remembered, (), -1)
+        begun = self._begun() if known else Begun(remembered, remembered, (), attempt=0)
         given_up = list(begun.given_up) if begun.after == remembered else []
         if begun.after == remembered and remembered < begun.round < now:
             given_up.append(begun.round)
@@ -179,24 +175,11 @@ class RunMemory:
             attempt = max(attempt, begun.attempt)
         after = Begun(now, remembered, tuple(given_up), begun.answered, attempt)
         if after != begun or not known:
-            self._write_begun(asdict(after))
+            write_json(self._folder / "begun.json", asdict(after))
 
     def _begun(self) -> Begun:
-        path = self._folder / "begun.json"
-        try:
-            found = read_json(path)
-            return Begun(
-                int(found["round"]),
-                int(found["after"]),
-                tuple(int(r) for r in found["given_up"]),
-                int(found.get("answered", -1)),
-                int(found.get("attempt", sys.maxsize)),  # which one, older versions do not say
-            )
-        except (UserError, LookupError, TypeError, ValueError, AttributeError):
-            raise Refused("site", f"{path} cannot be read: restore it from a backup.") from None
-
-    def _write_begun(self, value: Mapping[str, Any]) -> None:
-        write_json(self._folder / "begun.json", value)
+        with naming("site"):
+            return read_as(Begun, self._folder / "begun.json")
 
     # --- a step within the round ------------------------------------------------------------------
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import safetensors
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from safetensors.torch import load as bytes_to_tensors
 from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
@@ -40,19 +39,15 @@ from xcal.methods.context import StepRecord, digest_tensors
 from xcal.methods.registry import method_of
 from xcal.version import VERSION
 
-FORMAT = 1
+FORMAT = 1  # what this program speaks: it stands in every message, and is read first
 NUMBERS = "numbers"  # the array of a reply that is a part of a masked sum
-
-"""What this program speaks: it stands in every message and is read before anything else."""
 
 
 @dataclass(frozen=True)
 class Edition:
     """How the requests of a minor version differ from today's."""
 
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of keys whose default is another now
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that now have another
     unknown: frozenset[str] = frozenset()  # keys that it does not know
     reads_counts: bool = True  # whether its servers understand exact counts
 
@@ -69,7 +64,14 @@ EDITIONS: dict[str, Edition] = {
 }
 QUESTIONS = ("request", "final", "keys", "statistics")
 MAX_HEADER = 16 << 20  # bytes of names, keys and step records
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
+
+# What fields of a message may hold.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+People = Annotated[int, Field(ge=1, lt=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,13 @@ class Request:
 class StatisticsRequest:
     """A server's question before any training: how many units has each class?"""
 
-    client: str
-    run: str  # under whose name the answer is charged
-    unit: str
-    pixels: int
-    classes: int
-    epsilon: float
-    delta: float
+    client: Name
+    run: Name  # under whose name the answer is charged
+    unit: Name
+    pixels: Count
+    classes: Count
+    epsilon: Annotated[Number, Field(gt=0)]
+    delta: Annotated[Number, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True)
@@ -112,15 +114,15 @@ class Disclosure:
     Nothing of both where the policy sends none.
     """
 
-    client: str
-    run: str
-    tables: Mapping[str, tuple[float, ...]]  # charged for before they were drawn
-    noise: float | None = None  # the deviation on every entry
-    epsilon: float | None = None
-    delta: float | None = None
+    client: Name
+    run: Name
+    tables: Mapping[str, Annotated[tuple[Number, ...], Field(max_length=MAX_TABLE)]]  # charged for
+    noise: Number | None = None  # the deviation on every entry
+    epsilon: Number | None = None
+    delta: Number | None = None
     # People by true and predicted class, row by row; None: fewer than `floor`. Without guarantee.
-    counts: tuple[int | None, ...] | None = None
-    floor: int | None = None
+    counts: Annotated[tuple[People | None, ...], Field(max_length=MAX_TABLE)] | None = None
+    floor: People | None = None
 
     def values(self) -> dict[str, Any]:
         """Its fields; those of exact counts only where there are some, as before there were any."""
@@ -132,12 +134,12 @@ class Disclosure:
 class Introduction:
     """A client's answer before the first masked sum: its keys, and how many units it has."""
 
-    client: str
-    run: str
-    units: int
-    identity: str  # the public key it signs with
-    key: str  # of this run, for its masks
-    signature: str
+    client: Name
+    run: Name
+    units: Annotated[Count, Field(ge=1)]
+    identity: Digest  # the public key it signs with
+    key: Digest  # of this run, for its masks
+    signature: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 
 
 @dataclass(frozen=True)
@@ -351,59 +353,82 @@ def _decode(data: bytes, limit: int) -> tuple[str, dict[str, Any], Weights, str]
     return str(kind), values, tensors, version
 
 
-class _Fields:
-    """A message's values, taken out one by one under the eye of a type; none may be left over."""
+@dataclass(frozen=True)
+class _AskedHeader:
+    """What a request, a question for keys or a final model says beside its weights."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
+    edition: str
+    client: Name
+    run: Name
+    round: Count
+    own_rounds: tuple[Annotated[int, Field(ge=0)], ...]
+    experiment: dict[str, Any]
+    initial_seed: Count
+    frozen: Digest
+    head: tuple[Count, Digest] | None
+    validation_losses: tuple[Number, ...]
+    weights_hash: Digest
+    sum: dict[str, Any] | None = None
 
-    def has(self, name: str) -> bool:
-        return name in self._values
 
-    def take(self, name: str, kind: type) -> Any:
-        value = self._values.pop(name, self)
-        if type(value) is not kind:  # exactly: True is no number here
-            raise _malformed(f"its field {name!r} is missing or of another type")
-        return value
+@dataclass(frozen=True)
+class _SumHeader:
+    number: Count
+    sites: tuple[Name, ...]
+    terms: Digest
+    sigma: Number
+    units: Count
+    clip: Number
+    keys: dict[Name, tuple[str, str]]  # key and signature of each site
 
-    def name(self, name: str) -> str:
-        value: str = self.take(name, str)
-        if not _NAME.fullmatch(value):
-            raise _malformed(f"its field {name!r} is not a plain name")
-        return value
 
-    def number(self, name: str) -> float:
-        value = self._values.pop(name, self)
-        if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-            raise _malformed(f"its field {name!r} is not a number")
-        return float(value)
+@dataclass(frozen=True)
+class _ReplyHeader:
+    client: Name
+    run: Name
+    round: Count
+    trained: bool
+    report: dict[str, Any]
+    trace: dict[str, list[Any]]
+    masked: dict[str, Any] | None = None
 
-    def count(self, name: str) -> int:
-        value: int = self.take(name, int)
-        if not 0 <= value < 2**63:
-            raise _malformed(f"its field {name!r} is out of range")
-        return value
 
-    def digest(self, name: str) -> str:
-        value: str = self.take(name, str)
-        if not re.fullmatch("[0-9a-f]{64}", value):
-            raise _malformed(f"its field {name!r} is not a digest")
-        return value
+@dataclass(frozen=True)
+class _MaskedHeader:
+    context: Digest
+    signature: str
 
-    def head(self, name: str) -> Head | None:
-        value = self._values.pop(name, self)
-        if value is None:
-            return None
-        try:
-            count, digest = value
-            inner = _Fields({"count": count, "hash": digest})
-            return Head(inner.count("count"), inner.digest("hash"))
-        except (TypeError, ValueError):
-            raise _malformed(f"its field {name!r} is not a ledger's head") from None
 
-    def end(self) -> None:
-        if self._values:
-            raise _malformed("it has fields of unknown name")
+@dataclass(frozen=True)
+class _RefusalHeader:
+    client: str
+    code: str
+
+
+_KINDS = (
+    *(_AskedHeader, _SumHeader, _ReplyHeader, _MaskedHeader, _RefusalHeader),
+    *(ClientReport, StepRecord, StatisticsRequest, Introduction, Disclosure),
+)
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
+T = TypeVar("T")
+
+
+def _checked(cls: type[T], values: Any, left_out: tuple[str, ...] = ()) -> T:
+    """Values of exactly these names and types.
+
+    `left_out`: fields that may not be there; where they are, they hold something.
+    """
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    if not isinstance(values, dict) or not names - {*left_out} <= set(values) <= names:
+        raise _malformed(f"its {cls.__name__} has other fields than known")
+    try:
+        if any(values.get(name, True) is None for name in left_out):
+            raise ValueError
+        # strict but for whole numbers that stand where a fraction may
+        made: T = _ADAPTERS[cls].validate_json(json.dumps(values), strict=True)
+    except (ValueError, RecursionError):
+        raise _malformed(f"its {cls.__name__} holds values of another type") from None
+    return made
 
 
 def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
@@ -411,14 +436,14 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
     kind, values, weights, version = _decode(data, limit)
     if kind not in QUESTIONS:
         raise _malformed("it is not a request")
-    found = _Fields(values)
-    edition = found.take("edition", str)
     if kind == "statistics":
-        return _statistics(found)
-    own = found.take("own_rounds", list)
-    if any(type(r) is not int or r < 0 for r in own) or own != sorted(set(own)):
+        if type(values.pop("edition")) is not str:
+            raise _malformed("its edition is none")
+        return _checked(StatisticsRequest, values)
+    told = _checked(_AskedHeader, values, ("sum",))
+    if list(told.own_rounds) != sorted(set(told.own_rounds)):
         raise _malformed("its own rounds are not ascending numbers")
-    experiment = names_of_today(found.take("experiment", dict))
+    experiment = names_of_today(told.experiment)
     # Keys of a method from elsewhere are known only to its code, which no message may run.
     extra = set(experiment) & LOCAL_KEYS
     if ":" not in str(experiment.get("method", "")):
@@ -430,205 +455,108 @@ def decode_request(data: bytes, limit: int) -> Request | StatisticsRequest:
                 f" {', '.join(map(repr, sorted(strange)))[:200]}.",
             )
         extra |= strange
-        experiment = {**_defaults(edition), **experiment}
+        experiment = {**_defaults(told.edition), **experiment}
     if extra:
         raise Refused(
             "key-not-allowed",
             "The request sets keys that no server may set here:"
             f" {', '.join(map(repr, sorted(extra)))[:200]}.",
         )
-    losses = found.take("validation_losses", list)
-    if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in losses):
-        raise _malformed("its validation losses are not numbers")
-    run, round_number = found.name("run"), found.count("round")
-    request = Request(
-        client=found.name("client"),
-        run=run,
-        round=round_number,
-        own_rounds=tuple(own),
-        experiment=experiment,
-        initial_seed=found.count("initial_seed"),
-        frozen=found.digest("frozen"),
-        head=found.head("head"),
-        weights=weights,
-        validation_losses=tuple(float(x) for x in losses),
-        final=kind == "final",
-        keys=kind == "keys",
-        sum=_sum(found, run, round_number) if found.has("sum") else None,
-        edition=edition,
-    )
-    digest = found.digest("weights_hash")
-    found.end()
     try:
         found_digest = digest_tensors(sorted(weights.items()))
     except TypeError:  # such as bfloat16, in which no network here is trained
         raise Refused("weights-mismatch", "The weights received are of a foreign type.") from None
-    if digest != found_digest:
+    if told.weights_hash != found_digest:
         raise _malformed("its weights are not those of its hash")
-    return request
-
-
-def _sum(found: _Fields, run: str, round_number: int) -> SumRequest:
-    inner = _Fields(found.take("sum", dict))
-    sites, keys = inner.take("sites", list), inner.take("keys", dict)
-    if not all(type(s) is str and _NAME.fullmatch(s) for s in (*sites, *keys)):
-        raise _malformed("its sum is not of sites")
-    announced = []
-    for site, told in keys.items():
-        try:
-            key, signature = (bytes.fromhex(text) for text in told)
-        except (TypeError, ValueError):
-            raise _malformed("a key of its sites is none") from None
-        announced.append(Announcement(site, key, signature))
-    attempt = Attempt(run, round_number, inner.count("number"), tuple(sites), inner.digest("terms"))
-    asked = SumRequest(
-        attempt,
-        inner.number("sigma"),
-        inner.count("units"),
-        inner.number("clip"),
-        tuple(announced),
+    return Request(
+        client=told.client,
+        run=told.run,
+        round=told.round,
+        own_rounds=told.own_rounds,
+        experiment=experiment,
+        initial_seed=told.initial_seed,
+        frozen=told.frozen,
+        head=None if told.head is None else Head(*told.head),
+        weights=weights,
+        validation_losses=told.validation_losses,
+        final=kind == "final",
+        keys=kind == "keys",
+        sum=None if told.sum is None else _sum(told.sum, told.run, told.round),
+        edition=told.edition,
     )
-    inner.end()
-    return asked
 
 
-def _introduction(found: _Fields) -> Introduction:
-    made = Introduction(
-        client=found.name("client"),
-        run=found.name("run"),
-        units=found.count("units"),
-        identity=found.digest("identity"),
-        key=found.digest("key"),
-        signature=found.take("signature", str),
-    )
-    found.end()
-    if not re.fullmatch("[0-9a-f]{128}", made.signature) or made.units < 1:
-        raise _malformed("its signature is none, or it has no units")
-    return made
-
-
-def _statistics(found: _Fields) -> StatisticsRequest:
-    asked = StatisticsRequest(
-        client=found.name("client"),
-        run=found.name("run"),
-        unit=found.name("unit"),
-        pixels=found.count("pixels"),
-        classes=found.count("classes"),
-        epsilon=found.number("epsilon"),
-        delta=found.number("delta"),
-    )
-    found.end()
-    if not (asked.epsilon > 0 and 0 < asked.delta < 1):
-        raise _malformed("its target is none")
-    return asked
-
-
-_REPORT = TypeAdapter(ClientReport)
-_RECORD = TypeAdapter(StepRecord)
-
-
-def _checked(adapter: TypeAdapter[Any], cls: type, values: Any) -> Any:
-    names = {f.name for f in fields(cls)}
-    if not isinstance(values, dict) or set(values) != names:
-        raise _malformed(f"its {cls.__name__} has other fields than known")
+def _sum(values: dict[str, Any], run: str, round_number: int) -> SumRequest:
+    told = _checked(_SumHeader, values)
     try:
-        # strict but for whole numbers that stand where a fraction may
-        return adapter.validate_json(json.dumps(values), strict=True)
-    except ValidationError:
-        raise _malformed(f"its {cls.__name__} holds values of another type") from None
+        announced = tuple(
+            Announcement(site, bytes.fromhex(key), bytes.fromhex(signature))
+            for site, (key, signature) in told.keys.items()
+        )
+    except ValueError:
+        raise _malformed("a key of its sites is none") from None
+    attempt = Attempt(run, round_number, told.number, told.sites, told.terms)
+    return SumRequest(attempt, told.sigma, told.units, told.clip, announced)
 
 
-def _trace(columns: Any) -> tuple[StepRecord, ...]:
+def _trace(columns: dict[str, list[Any]]) -> tuple[StepRecord, ...]:
     names = [f.name for f in fields(StepRecord)]
-    if not isinstance(columns, dict) or set(columns) != set(names):
+    if set(columns) != set(names):
         raise _malformed("its steps have other fields than known")
-    if not all(isinstance(c, list) for c in columns.values()):
-        raise _malformed("its steps are not lists")
     if len({len(c) for c in columns.values()}) != 1:
         raise _malformed("its steps are of unlike lengths")
     rows = zip(*(columns[n] for n in names), strict=True)
-    return tuple(_checked(_RECORD, StepRecord, dict(zip(names, row, strict=True))) for row in rows)
+    return tuple(_checked(StepRecord, dict(zip(names, row, strict=True))) for row in rows)
 
 
 _TERMS = ("noise", "epsilon", "delta")
-MAX_TABLE = 1 << 20  # entries: a confusion matrix of a thousand classes
 
 
-def _disclosure(found: _Fields) -> Disclosure:
-    tables = found.take("tables", dict)
-    for entries in tables.values():
-        if not isinstance(entries, list) or len(entries) > MAX_TABLE:
-            raise _malformed("its tables are not lists")
-        if any(type(x) not in (int, float) or abs(x) > sys.float_info.max for x in entries):
-            raise _malformed("its tables hold other things than numbers")
-    terms = [found.number(k) if tables else found.take(k, type(None)) for k in _TERMS]
-    made = Disclosure(
-        found.name("client"),
-        found.name("run"),
-        {str(k): tuple(map(float, v)) for k, v in tables.items()},
-        noise=terms[0],
-        epsilon=terms[1],
-        delta=terms[2],
-    )
-    if found.has("counts") and not tables:
-        counts, floor = _exact(found)
-        made = replace(made, counts=counts, floor=floor)
-    found.end()
-    return made
-
-
-def _exact(found: _Fields) -> tuple[tuple[int | None, ...], int]:
-    counts, floor = found.take("counts", list), found.count("floor")
-    if len(counts) > MAX_TABLE or not 1 <= floor < 2**31:
-        raise _malformed("its counts are too many, or have no floor")
-    if any(c is not None and not (type(c) is int and floor <= c < 2**31) for c in counts):
+def _disclosure(values: dict[str, Any]) -> Disclosure:
+    made = _checked(Disclosure, values, ("counts", "floor"))
+    if any((getattr(made, term) is None) == bool(made.tables) for term in _TERMS):
+        raise _malformed("its tables have no terms, or its terms no tables")
+    if made.counts is None and made.floor is None:
+        return made
+    if made.counts is None or made.floor is None or made.tables:
+        raise _malformed("its counts have no floor, or stand beside tables")
+    if any(count is not None and count < made.floor for count in made.counts):
         raise _malformed("its counts are not numbers from its floor on")
-    return tuple(counts), floor
+    return made
 
 
 def decode_answer(data: bytes, limit: int) -> Reply | Refusal | Disclosure | Introduction:
     """A client's answer, for the server. Raises `Refused` where it is none."""
     kind, values, weights, version = _decode(data, limit)
-    found = _Fields(values)
     if kind == "refusal":
-        refusal = Refusal(found.take("client", str)[:100], found.take("code", str), version)
-        found.end()
-        if refusal.code not in CODES:
+        no = _checked(_RefusalHeader, values)
+        if no.code not in CODES:
             raise _malformed("its code is unknown")
-        return refusal
+        return Refusal(no.client[:100], no.code, version)
     if kind == "disclosure":
-        return _disclosure(found)
+        return _disclosure(values)
     if kind == "introduction":
-        return _introduction(found)
+        return _checked(Introduction, values)
     if kind != "reply":
         raise _malformed("it is not an answer")
-    trained = found.take("trained", bool)
-    report: ClientReport = _checked(_REPORT, ClientReport, found.take("report", dict))
-    trace = _trace(found.take("trace", dict))
-    masked = _masked(found, report.client, weights) if found.has("masked") else None
-    reply = Reply(
-        client=found.name("client"),
-        run=found.name("run"),
-        round=found.count("round"),
-        answer=RoundReply(report, weights if trained else None, trace, masked),
-    )
-    found.end()
-    if report.client != reply.client or report.units < 1:
+    told = _checked(_ReplyHeader, values, ("masked",))
+    report = _checked(ClientReport, told.report)
+    if report.client != told.client or report.units < 1:
         raise _malformed("its report is another client's, or of no units")
-    return reply
+    masked = None if told.masked is None else _masked(told.masked, told.client, weights)
+    answer = RoundReply(report, weights if told.trained else None, _trace(told.trace), masked)
+    return Reply(told.client, told.run, told.round, answer)
 
 
-def _masked(found: _Fields, client: str, arrays: Weights) -> Masked:
-    inner = _Fields(found.take("masked", dict))
-    context, signature = inner.digest("context"), inner.take("signature", str)
-    inner.end()
-    numbers = arrays.get(NUMBERS)
+def _masked(values: dict[str, Any], client: str, arrays: Weights) -> Masked:
+    told, numbers = _checked(_MaskedHeader, values), arrays.get(NUMBERS)
     if numbers is None or len(arrays) > 1 or numbers.dtype != torch.uint8 or numbers.dim() != 1:
         raise _malformed("its part of a sum is none")
     try:
-        return Masked(client, context, numbers.numpy().tobytes(), bytes.fromhex(signature))
+        signature = bytes.fromhex(told.signature)
     except ValueError:
         raise _malformed("its signature is none") from None
+    return Masked(client, told.context, numbers.numpy().tobytes(), signature)
 
 
 def fields_of(data: bytes) -> dict[str, int]:

@@ -24,7 +24,7 @@ from xcal.dp.statement import (
 )
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO, CHOSEN_ON, MapChoice, asked_for, choose_map, not_chosen
-from xcal.federation.card import card_text
+from xcal.federation.card import card_text, notices
 from xcal.federation.evaluation import (
     OnImages,
     Predictions,
@@ -34,13 +34,14 @@ from xcal.federation.evaluation import (
 )
 from xcal.federation.files import read_json, write_bytes, write_json, write_tensors
 from xcal.federation.folder import RunFolder
-from xcal.federation.notices import notices
 from xcal.federation.rounds import add_remove_holds
 from xcal.federation.setup import DATA_SEED, Federation, validation_is_public
 from xcal.first_edition import RENAMED
 from xcal.methods.base import Method, nominal_epsilon
 from xcal.methods.feature_store import FeatureStore
 
+# What of a client's last report the result keeps.
+OF_CLIENTS = "units epsilon_spent epsilon_paper share_spent order steps halted".split()
 OnMeasure = Callable[[str, int, int], None]  # of what, how many are done, of how many
 
 
@@ -249,6 +250,9 @@ def finish(
             explanations["choice"] = choice.as_dict()
     road = (explanations or {}).get("road", {})
     private, masked = federation.method.private, experiment.trust == "masked"
+    shared = (
+        {"epsilon_masked": experiment.epsilon, "honest": experiment.honest_sites} if masked else {}
+    )
     central = federation.server_plan  # its unit is the client: a column of its own
     nominal = nominal_epsilon(federation.method, experiment)
     paper = [r["epsilon_paper"] for r in reports.values() if r["epsilon_paper"] is not None]
@@ -264,11 +268,7 @@ def finish(
         "road_logit_percent": road.get("road_logit_percent"),
         # What rests on other sites' noise is another guarantee: columns of its own.
         "epsilon_target": experiment.epsilon if private and not masked else None,
-        **(
-            {"epsilon_masked": experiment.epsilon, "honest": experiment.honest_sites}
-            if masked
-            else {}
-        ),
+        **shared,
         "epsilon_nominal": nominal,
         "epsilon_paper": max(paper) if paper else None,
         "epsilon_client": central.epsilon if central is not None else None,
@@ -282,16 +282,7 @@ def finish(
         "mean_sigma": _mean_sigma(folder) if nominal is not None else None,
         "seed": experiment.seed,
         "clients": [
-            {
-                "id": r["client"],
-                "units": r["units"],
-                "epsilon_spent": r["epsilon_spent"],
-                "epsilon_paper": r["epsilon_paper"],
-                "share_spent": r["share_spent"],
-                "order": r["order"],
-                "steps": r["steps"],
-                "halted": r["halted"],
-            }
+            {"id": r["client"], **{key: r[key] for key in OF_CLIENTS}}
             for r in (reports[name] for name in federation.names if name in reports)
         ],
         "server": server,
@@ -307,10 +298,9 @@ def finish(
         "versions": about["versions"],
         "command": about["command"],
     }
-    if test is not None:
-        statement = read_json(folder.path / "statement.json")
-        card = card_text(experiment, federation.data, statement, result)
-        write_bytes(folder.path / "card.md", card.encode())
+    statement = read_json(folder.path / "statement.json")
+    card = card_text(experiment, federation.data, statement, result)
+    write_bytes(folder.path / "card.md", card.encode())
     write_json(folder.path / "result.json", result)
     return result
 

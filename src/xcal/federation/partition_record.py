@@ -13,13 +13,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ConfigDict
 
 from xcal.config import Experiment, to_toml
 from xcal.data.images import Images
 from xcal.dp.sampling import UnitTable
-from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.files import read_as, write_bytes, write_json
 from xcal.federation.request_refusals import Refused
 
 # What decides which images of a data set a client of an experiment has.
@@ -31,13 +32,24 @@ PARTITION_KEYS = (
 _FILE = "partition.json"
 
 
+def _named(keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keys that say of which data set."""
+    if "data" not in keys:
+        raise ValueError("no data")
+    return keys
+
+
 @dataclass(frozen=True)
 class PartitionRecord:
     """One client's images among those of all clients."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     partition_id: int
     num_partitions: int
-    keys: Mapping[str, Any]  # of the experiment; they only explain why the images differ
+    keys: Annotated[
+        Mapping[str, Any], AfterValidator(_named)
+    ]  # of the experiment; they only explain why the images differ
     units: int  # present, by the guarantee's unit
     images: str  # digest of the images' names
     # By the digest of its name, each image's unit; None: every image is one, or not written yet.
@@ -178,24 +190,7 @@ def recorded_partition(site_dir: Path) -> PartitionRecord | None:
     path = site_dir / _FILE
     if not path.exists():
         return None
-    try:
-        told = read_json(path)
-        if told.get("wholes") is not None:
-            told["wholes"] = tuple(told["wholes"])
-        found = PartitionRecord(**told)
-        sound = isinstance(found.keys, dict) and "data" in found.keys
-        sound &= all(isinstance(v, int) for v in (found.partition_id, found.num_partitions))
-        sound &= isinstance(found.units, int) and isinstance(found.images, str)
-        sound &= found.members is None or (
-            isinstance(found.members, dict)
-            and all(isinstance(v, int) for v in found.members.values())
-        )
-        sound &= all(isinstance(whole, str) for whole in found.wholes or ())
-    except (UserError, AttributeError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise UserError(f"{path} cannot be read: restore it from a backup.")
-    return found
+    return read_as(PartitionRecord, path)
 
 
 def copy_record(site_dir: Path, folder: Path) -> Path | None:

@@ -21,46 +21,35 @@ from xcal.federation.disclosure import PERSONAL, own_name
 from xcal.federation.exchange import Question, RoundRequest, Weights, load_weights
 from xcal.federation.files import own_folder, write_json, write_tensors
 from xcal.federation.loaded_site import Held
-from xcal.federation.site_directory import Owner, SiteDirectory
+from xcal.federation.site_directory import SiteDirectory
 from xcal.models.model_registry import STAGED
 
 METHOD = "fl-dp"
 
 
 @dataclass(frozen=True)
-class _Around:
+class _Around(SiteDirectory):
     """The site, with a network that starts from a run's final model."""
 
-    site: SiteDirectory
     weights: Weights
 
-    @property
-    def name(self) -> str:
-        return self.site.name
-
-    @property
-    def owner(self) -> Owner:
-        return self.site.owner
-
-    @property
-    def threads(self) -> int:
-        return self.site.threads
-
     def hold(self, experiment: Experiment) -> Held:
-        held = self.site.hold(experiment)
+        held = super().hold(experiment)
         build = held.site.build_model
-        return held._replace(site=replace(held.site, build_model=lambda: self._filled(build())))
+
+        def filled() -> nn.Module:
+            model = build()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in self.weights:
+                        parameter.copy_(self.weights[name])
+            return model
+
+        return held._replace(site=replace(held.site, build_model=filled))
 
     def start(self, experiment: Experiment) -> nn.Module:
         """The final model, of which only the head trains."""
-        return self._filled(self.site.hold(experiment).site.build_model())
-
-    def _filled(self, model: nn.Module) -> nn.Module:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name in self.weights:
-                    parameter.copy_(self.weights[name])
-        return model
+        return self.hold(experiment).site.build_model()
 
 
 def head_of_its_own(
@@ -87,7 +76,8 @@ def head_of_its_own(
             "delta": policy.personal_delta,
         }
     )
-    client, name = _Around(site, weights), own_name(run, PERSONAL)
+    client = _Around(site.path, site.about, site.policy, weights)
+    name = own_name(run, PERSONAL)
     start: Weights = {k: p.detach().clone() for k, p in trainable(client.start(own)).items()}
     request = RoundRequest(name, 0, (0,), own)
     reply = respond(client, Question(client.name, request, start))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from xcal.config import Experiment, nearest
 from xcal.dp.calibration import Plan
 from xcal.dp.ledger.rows import RunTerms, covers, how_to_cover
 from xcal.errors import UserError
 from xcal.federation.exchange import ClientReport
+from xcal.federation.files import read_table
 from xcal.federation.request_refusals import Refused
-from xcal.first_edition import RENAMED
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -88,41 +87,10 @@ class Policy(BaseModel):
     personal_delta: NotNegative = Field(0.0, description="δ of such a head")
 
 
-Table = TypeVar("Table", bound=BaseModel)
-
-
 def site_file(site_dir: Path) -> Path:
     """A site's `site.toml`; the first edition called it `home.toml`."""
     old, new = site_dir / "home.toml", site_dir / "site.toml"
     return old if old.exists() and not new.exists() else new
-
-
-def read_table(kind: type[Table], path: Path, what: str) -> Table:
-    """A small TOML file as a checked table; whatever is wrong with it becomes one sentence."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: `xcal site init` makes a {what}.") from None
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"{path} cannot be read as text.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
-    values = {RENAMED.get(key, key): value for key, value in values.items()}
-    known = tuple(kind.model_fields)
-    for key in values:
-        if key not in known:
-            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else "?"
-        if first["type"] == "missing":
-            text = f"{path} lacks {key} ({kind.model_fields[key].description}): add it."
-        else:
-            problem = first["msg"][:1].lower() + first["msg"][1:]
-            text = f"{key} = {values.get(key)!r} in {path} is not accepted: {problem}."
-        raise UserError(text) from None
 
 
 def read_policy(path: Path) -> Policy:

@@ -15,7 +15,7 @@ from xcal.config import Experiment
 from xcal.data.images import ImageData
 from xcal.dp.batch_invariance import check_independence
 from xcal.dp.clipping import ClippingEngine
-from xcal.errors import UserError
+from xcal.errors import UserError, first_line
 from xcal.explain.choosing import check_map
 from xcal.explain.gradcam import gradcam_maps, head_weight_of
 from xcal.explain.signal import NO_CELLS
@@ -137,10 +137,10 @@ def _check_answers(experiment: Experiment, network: nn.Module, classes: int, sid
             with torch.no_grad():
                 answers = network(_made_up(count, side))
         except _UNFIT as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise UserError(
                 f"{what} cannot take {count} image{'s' if count > 1 else ''} of {side}×{side}"
-                f" pixels ({why}): choose another number of pixels or another network."
+                f" pixels ({first_line(error)}): choose another number of pixels or another"
+                " network."
             ) from None
         if not isinstance(answers, torch.Tensor) or not answers.is_floating_point():
             kind = answers.dtype if isinstance(answers, torch.Tensor) else type(answers).__name__

@@ -83,31 +83,30 @@ def paid_so_far(who: str, charges: int) -> str:
     return f"Nothing of it leaves, and at {who} {paid}: repair it, and resume the run."
 
 
+# Errors that mean the same wherever they come from; the first that fits counts.
+_MEANT: tuple[tuple[type[UserError], str], ...] = (
+    (LedgerBusy, "busy"),
+    (LedgerOlder, "ledger-older"),
+    (LedgerRefusal, "ledger"),
+    (NoiseTooLow, "sigma-too-low"),
+    (UnchargedRelease, "uncharged"),
+    (DependentNetwork, "network-dependent"),
+    (MaskRefusal, "masks"),
+)
+
+
 @contextmanager
 def naming(code: str) -> Iterator[None]:
-    """Within: what a user could have caused becomes a refusal of this code."""
+    """Within: what a user could have caused becomes a refusal of this code, or of its own."""
     try:
         yield
     except Refused:
         raise
-    except LedgerBusy as error:
-        raise Refused("busy", str(error)) from error
     except LedgerExhausted as error:
         raise Refused(f"{error.ran_out[0]}-total", str(error)) from error
-    except LedgerOlder as error:
-        raise Refused("ledger-older", str(error)) from error
-    except LedgerRefusal as error:
-        raise Refused("ledger", str(error)) from error
-    except NoiseTooLow as error:
-        raise Refused("sigma-too-low", str(error)) from error
-    except UnchargedRelease as error:
-        raise Refused("uncharged", str(error)) from error
     except OwnCodeError as error:
         # In training it is nothing that the ledger refuses.
         raise Refused("internal" if code == "ledger" else code, str(error)) from error
-    except DependentNetwork as error:
-        raise Refused("network-dependent", str(error)) from error
-    except MaskRefusal as error:
-        raise Refused("masks", str(error)) from error
     except UserError as error:
-        raise Refused(code, str(error)) from error
+        meant = next((own for kind, own in _MEANT if isinstance(error, kind)), code)
+        raise Refused(meant, str(error)) from error

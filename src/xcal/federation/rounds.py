@@ -28,12 +28,12 @@ from xcal.federation.exchange import (
     request_digest,
     sum_terms,
 )
-from xcal.federation.loaded_site import LoadedSite, Pace
+from xcal.federation.loaded_site import LoadedSite, Pace, remember_head, remembered_head
 from xcal.federation.masks import MaskKeys, MaskRefusal
 from xcal.federation.memory import RunMemory, StoredReply
 from xcal.federation.preflight import check_findings
 from xcal.federation.request_refusals import Refused, naming
-from xcal.federation.site_identity import mask_keys, met
+from xcal.federation.site_identity import mask_keys
 from xcal.methods.adaptive_clip import LARGEST_CLIP, SMALLEST_CLIP
 from xcal.methods.base import SIGNAL_KEYS, Method, clips_units
 from xcal.methods.context import (
@@ -104,7 +104,7 @@ def client_round(
     """
     digest = request_digest(request, site.client, weights)
     with Ledger(site.ledger_path, expected=site.expected_head) as ledger:
-        remembered = site.remembered_head()
+        remembered = remembered_head(site.site_dir)
         if remembered is not None:
             ledger.check_holds(remembered, "this site")
         if site.admit is not None:  # now that no other run can reserve in between
@@ -125,11 +125,7 @@ def client_round(
                     f"Round {request.round} was answered already, for other weights: refused.",
                 )
             return previous.reply
-        return _train(request, weights, site, ledger, memory, previous, on_step or _ignore)
-
-
-def _ignore(count: int) -> None:
-    """Nobody watches."""
+        return _train(request, weights, site, ledger, memory, previous, on_step or (lambda _: None))
 
 
 def _train(
@@ -169,16 +165,13 @@ def _train(
     if site.partition is not None and ledger.terms.of_real_people:
         site.partition.remember(site.site_dir, charged=bool(ledger.runs))  # before a charge
     seeded = site.noise.name == "seeded"
-    account = (
-        Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
-        if plan is not None
-        else None
-    )
-    if account is None:
+    account = None
+    if plan is None:
         ledger.reserve(terms)
         if not ledger.recorded_unbounded(request.run, request.round):
             ledger.record_unbounded(request.run, request.round)
     else:
+        account = Account(ledger, terms, replayable=seeded, floor=site.sigma_floor)
         memory.begin(
             site.ledger_path,
             account.rounds_paid,
@@ -199,7 +192,7 @@ def _train(
     # Where an answer could not be kept, nothing is to be paid for it.
     # A sum is one step, whatever number a server gives its attempt.
     memory.hold_room(weights, steps if request.sum is None else 1)
-    site.remember(ledger.head)
+    remember_head(site.site_dir, ledger.head)
     tail = StepAverage(model, steps, experiment.average_steps)
     split = _worth_keeping(site, model, method, experiment, feature_cache_mb)
     kept = site.data.cache_features(split, feature_cache_mb, rows)
@@ -275,7 +268,8 @@ def _train(
     report = _report(
         site, method, experiment, plan, account, state, trace, previous, halted, ledger
     )
-    site.remember(ledger.head)  # before the answer can leave: what it cost is not forgotten
+    # Before the answer can leave: what it cost is not forgotten.
+    remember_head(site.site_dir, ledger.head)
     if masks is not None and sharing is not None and request.sum is not None and sharing.given:
         ((grid, numbers),) = sharing.given
         hidden = RoundReply(report, None, tuple(trace))
@@ -309,8 +303,8 @@ def _sharing(
         raise Refused("experiment-invalid", "This client takes no part in masked sums.")
     masks = site.masks
     if masks is None:
-        own = mask_keys(site.site_dir, site.folder(request.run), request.run, site.client)
-        masks = met(own, asked.announced)
+        masks = mask_keys(site.site_dir, site.folder(request.run), request.run, site.client)
+        masks.meet({told.site: told for told in asked.announced})
     if masks.roster.honest != request.experiment.honest_sites:
         raise MaskRefusal(
             f"The run counts on {request.experiment.honest_sites} honest sites, and this site's"
@@ -398,14 +392,14 @@ def _report(
     ledger: Ledger,
 ) -> ClientReport:
     before = (previous.reply.report.steps or 0) if previous else 0
-    private = plan is not None and account is not None
+    spent = None if plan is None or account is None else plan.odometer(account.spent)
     return ClientReport(
         client=site.client,
         units=site.data.units,
         steps=before + len(trace),
         halted=halted,
         order=plan.order if plan is not None else None,
-        epsilon_spent=plan.odometer(account.spent) if private else None,  # type: ignore[union-attr]
+        epsilon_spent=spent,
         epsilon_paper=method.epsilon_paper(experiment, plan, state),
         share_spent=account.filter.share_spent if account is not None else None,
         mean_sigma=_mean([r.sigma for r in trace if r.sigma > 0]),

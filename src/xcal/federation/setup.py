@@ -19,11 +19,12 @@ from xcal.dp.ledger.rows import read_rows, terms_of
 from xcal.dp.sampling import UnitTable, cap_groups
 from xcal.errors import UserError
 from xcal.federation.central import check_rule
+from xcal.federation.files import read_table
 from xcal.federation.ledgers_of import no_such_site
 from xcal.federation.loggers import check_logger
 from xcal.federation.masked import check_masked
 from xcal.federation.partition_record import PartitionRecord
-from xcal.federation.policy import read_table, site_file
+from xcal.federation.policy import site_file
 from xcal.federation.preflight import check_device, check_findings, check_network, unmeasured
 from xcal.federation.request_refusals import naming
 from xcal.methods.base import Method
@@ -179,7 +180,7 @@ def settled(experiment: Experiment) -> Experiment:
 
 def load_fewest(experiment: Experiment) -> ImageData:
     """The experiment's data set for what it is, with no more training images than must be."""
-    return _load(experiment, fewest=True)
+    return _load(experiment, 1)
 
 
 def check_groups_known(unit: str, data: ImageData) -> None:
@@ -233,19 +234,13 @@ def _is_real(site_dir: Path) -> bool:
     return terms.of_real_people
 
 
-def public_splits(experiment: Experiment, data: ImageData) -> ImageData:
-    """The data set without its validation and test images where they may not be measured."""
-    return data if may_measure(experiment) else without_public_splits(data)
-
-
 def without_public_splits(data: ImageData) -> ImageData:
     nobody = np.arange(0)
     return replace(data, validation=data.validation.take(nobody), test=data.test.take(nobody))
 
 
-def _load(experiment: Experiment, *, fewest: bool = False) -> ImageData:
+def _load(experiment: Experiment, count: int | None) -> ImageData:
     # Drawn images need not be drawn to be left out.
-    count = 1 if fewest else experiment.train_images
     options = {"train": count} if experiment.data == "smear" and count is not None else {}
     return catalog.load(experiment.data, pixels=experiment.pixels, seed=DATA_SEED, **options)
 
@@ -253,7 +248,7 @@ def _load(experiment: Experiment, *, fewest: bool = False) -> ImageData:
 def load_parts(experiment: Experiment) -> tuple[Experiment, ImageData, Partition]:
     """The experiment with its unit, its data set as it uses it, and how training images spread."""
     method = method_of(experiment)
-    data = _load(experiment)
+    data = _load(experiment, experiment.train_images)
     experiment = with_unit(experiment, data)
     check_groups_known(experiment.privacy_unit, data)
     train = _fewer(data.train, experiment.train_images)
@@ -301,7 +296,9 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
     shared_groups = data.shared_groups  # also where no such image may be measured
     if new:  # one that began before this was asked goes on
         check_groups_apart(experiment.privacy_unit, data)
-    data = public_splits(experiment, data)
+    withheld = not may_measure(experiment)
+    if withheld:
+        data = without_public_splits(data)
     check_groups_apart(experiment.privacy_unit, data)
     train, clients = data.train, len(parts.shards)
     schedule = draw_schedule(
@@ -310,28 +307,24 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         None if method.pooled else experiment.participants,
         experiment.seed,
     )
-    if experiment.sites is not None and len(experiment.sites) != clients:
-        raise UserError(
-            f"sites names {len(experiment.sites)} folders for {clients} clients: name one each."
-        )
-    if (
-        experiment.sites is not None
-        and len({Path(h).resolve() for h in experiment.sites}) < clients
-    ):
-        raise UserError(
-            "sites names one folder twice: every client needs a site directory of its own."
-        )
+    if experiment.sites is not None:
+        if len(experiment.sites) != clients:
+            raise UserError(
+                f"sites names {len(experiment.sites)} folders for {clients} clients: name one each."
+            )
+        if len({Path(h).resolve() for h in experiment.sites}) < clients:
+            raise UserError(
+                "sites names one folder twice: every client needs a site directory of its own."
+            )
     declared = _declared(experiment, clients)
+    counted = [_units(train, shard, experiment.privacy_unit) for shard in parts.shards]
     if new and experiment.preset is not None:
-        counted = [_units(train, shard, experiment.privacy_unit) for shard in parts.shards]
         fewest = min(known or own for known, own in zip(declared, counted, strict=True))
         experiment = experiment.model_copy(
             update=fitted(dict(experiment), experiment.model_fields_set, fewest)
         )
     plans: list[Plan | None] = []
-    for client, shard in enumerate(parts.shards):
-        units = _units(train, shard, experiment.privacy_unit)
-        declaration = declared[client]
+    for client, (units, declaration) in enumerate(zip(counted, declared, strict=True)):
         if declaration is not None:
             assert experiment.sites is not None
             with _refusing(experiment, client, "site"):
@@ -351,7 +344,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         raise UserError(
             f"{method.name} follows the loss on public validation images, and there are none: set"
             " validation_images, or choose a data set that has some"
-            + ("." if may_measure(experiment) else f", and {AGREE}.")
+            + (f", and {AGREE}." if withheld else ".")
         )
     server_plan = check_rule(experiment, method, len(schedule[0]))
     if experiment.only_local is not None and experiment.sites is not None:
@@ -371,7 +364,7 @@ def prepare(experiment: Experiment, *, new: bool = True) -> Federation:
         server_plan,
         tuple(str(client) for client in range(clients)),
         declared,
-        warnings=unmeasured(experiment, data, unexplained, withheld=not may_measure(experiment)),
+        warnings=unmeasured(experiment, data, unexplained, withheld=withheld),
         shared_groups=shared_groups,
         explains=unexplained is None and not data.multi_label,
     )

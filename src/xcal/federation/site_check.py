@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -42,10 +43,17 @@ class Finding:
     text: str
 
 
+ok, warning, problem = (
+    partial(Finding, "ok"),
+    partial(Finding, "warning"),
+    partial(Finding, "problem"),
+)
+
+
 def check_site(site_dir: SiteDirectory) -> list[Finding]:
     """All that can be known about a site on its own machine; nothing is charged or changed."""
     return [
-        Finding("ok", "site.toml and policy.toml: in order"),
+        ok("site.toml and policy.toml: in order"),
         *_ledger(site_dir),
         *_memory(site_dir),
         *check_data(site_dir),
@@ -67,44 +75,40 @@ def _roster(site_dir: SiteDirectory) -> list[Finding]:
                 f"{site_dir.path / ROSTER} has not this site's own key: `xcal site key` prints it"
             )
     except UserError as error:
-        return [Finding("problem", str(error))]
+        return [problem(str(error))]
     others = f"{roster.honest} of {len(roster.keys)} sites are taken for honest"
-    return [Finding("ok", f"{ROSTER}: {others}")]
+    return [ok(f"{ROSTER}: {others}")]
 
 
 def _ledger(site_dir: SiteDirectory) -> list[Finding]:
     try:
         found = verify(site_dir.ledger_path)
     except UserError as error:
-        return [Finding("problem", str(error))]
+        return [problem(str(error))]
     if not found.ok:
-        return [Finding("problem", f"the ledger's row {found.row} {found.problem}")]
+        return [problem(f"the ledger's row {found.row} {found.problem}")]
     rows = read_rows(site_dir.ledger_path)
     told = "; ".join(filter(None, (lifetime_text(rows), spending_text(rows))))
     rows_text = f"{found.rows} row{'s' * (found.rows != 1)}"
-    checked = [Finding("ok", f"ledger: {rows_text}, all in order; {told}")]
+    checked = [ok(f"ledger: {rows_text}, all in order; {told}")]
     checked += _reserved(site_dir, rows)
     terms = terms_of(rows)
     if terms.population != site_dir.about.population:
         checked.append(
-            Finding(
-                "problem",
+            problem(
                 f"the ledger is of the population {terms.population!r}, the site of"
-                f" {site_dir.about.population!r}",
+                f" {site_dir.about.population!r}"
             )
         )
     if not covers(site_dir.policy.unit, terms.unit):
         checked.append(
-            Finding(
-                "problem",
+            problem(
                 f"policy.toml asks for unit = {site_dir.policy.unit!r}, and the ledger is kept per"
-                f" {terms.unit}: set it to {terms.unit!r}",
+                f" {terms.unit}: set it to {terms.unit!r}"
             )
         )
     if site_dir.about.simulated and not terms.simulated:
-        checked.append(
-            Finding("problem", "the site is simulated, and its ledger protects a real population")
-        )
+        checked.append(problem("the site is simulated, and its ledger protects a real population"))
     return checked
 
 
@@ -116,10 +120,9 @@ def _reserved(site_dir: SiteDirectory, rows: Sequence[Row]) -> list[Finding]:
         total = getattr(site_dir.policy, f"{name}_total")
         if reserved > total * (1 + 1e-9):
             found.append(
-                Finding(
-                    "warning",
+                warning(
                     f"runs reserved {letter} = {reserved:.6g}, above the {name}_total = {total:g}"
-                    " of policy.toml: no further run is admitted",
+                    " of policy.toml: no further run is admitted"
                 )
             )
     return found
@@ -136,17 +139,16 @@ def _memory(site_dir: SiteDirectory) -> list[Finding]:
             and not check_head(read_rows(site_dir.ledger_path), remembered).ok
         ):
             found.append(
-                Finding(
-                    "problem",
+                problem(
                     f"the ledger is older than what this site remembers of it"
-                    f" ({remembered.count} rows): put the newest one back",
+                    f" ({remembered.count} rows): put the newest one back"
                 )
             )
     except UserError as error:
-        found.append(Finding("problem", str(error)))
+        found.append(problem(str(error)))
     for reply in sorted((site_dir.path / "runs").glob("*/reply.safetensors")):
         if read_tensors(reply) is None:
-            found.append(Finding("problem", f"{reply} is damaged: its run cannot go on without it"))
+            found.append(problem(f"{reply} is damaged: its run cannot go on without it"))
     return found
 
 
@@ -170,12 +172,12 @@ def _declaration(site_dir: SiteDirectory, images: Images) -> Finding:
     if known is not None and known.num_partitions > 1:  # among the sites of `xcal run`
         told, units = f"data: {known}, {known.units} units", known.units
     if declared is None:
-        return Finding("ok", f"{told} (their number of units becomes public: units declares one)")
+        return ok(f"{told} (their number of units becomes public: units declares one)")
     try:
         check_declared_units(units, declared)
     except TooManyUnits as error:
-        return Finding("problem", str(error))
-    return Finding("ok", f"{told} (that there are up to {declared} units becomes public)")
+        return problem(str(error))
+    return ok(f"{told} (that there are up to {declared} units becomes public)")
 
 
 def _held_out(site_dir: SiteDirectory) -> list[Finding]:
@@ -195,23 +197,16 @@ def _held_out(site_dir: SiteDirectory) -> list[Finding]:
         if policy.evaluation_floor and not held.people:
             told = "evaluation_floor in policy.toml needs data that say of every image which person"
             what = f" (a {held.who} is none)" if held.apart else ""
-            found.append(Finding("problem", f"{told} it shows{what}: import with --group-column"))
+            found.append(problem(f"{told} it shows{what}: import with --group-column"))
         elif policy.evaluation_floor and recorded_partition(site_dir.path) is not None:
-            found += _never_else(site_dir, held.data.digest)
+            try:
+                check_never_else(site_dir.path, held.data.digest)
+            except Refused as refusal:
+                text = f"no exact counts would be sent: {refusal}".rstrip(".")
+                found.append(problem(text))
     if about.personal and not policy.personal_epsilon:
-        found.append(
-            Finding("problem", "personal in site.toml needs personal_epsilon in policy.toml")
-        )
+        found.append(problem("personal in site.toml needs personal_epsilon in policy.toml"))
     return found
-
-
-def _never_else(site_dir: SiteDirectory, whole: str) -> list[Finding]:
-    """Whether exact counts of this set would be sent."""
-    try:
-        check_never_else(site_dir.path, whole)
-    except Refused as refusal:
-        return [Finding("problem", f"no exact counts would be sent: {refusal}".rstrip("."))]
-    return []
 
 
 def check_data(site_dir: SiteDirectory) -> list[Finding]:
@@ -224,33 +219,33 @@ def check_data(site_dir: SiteDirectory) -> list[Finding]:
             check_groups_apart(site_dir.policy.unit, data)
             if data.shared_groups:
                 told = f"{data.shared_groups} {data.group_name}s have training images here and"
-                found.append(Finding("warning", f"{told} others in validation or test of the set"))
+                found.append(warning(f"{told} others in validation or test of the set"))
             images = data.train
         else:
             trial = site_dir.trial()
             if not covers(site_dir.policy.unit, trial.privacy_unit):
                 text = f"the policy's unit is {site_dir.policy.unit}, its trial's {trial.unit}"
-                return [Finding("problem", f"{text}: no request can be both")]
+                return [problem(f"{text}: no request can be both")]
             images = site_dir.images(trial).images
         found.append(_declaration(site_dir, images))
         found += _held_out(site_dir)
     except UserError as error:
-        found.append(Finding("problem", f"the data cannot be had: {error}"))
+        found.append(problem(f"the data cannot be had: {error}"))
     try:
         check_device(site_dir.about.device)
     except UserError as error:
-        found.append(Finding("problem", str(error)))
+        found.append(problem(str(error)))
     weights = site_dir.about.weights
     if weights is not None and not (site_dir.path / Path(weights).expanduser()).is_file():
-        found.append(Finding("problem", f"there is no weights file {weights}"))
+        found.append(problem(f"there is no weights file {weights}"))
     return found
 
 
 def _policy(site_dir: SiteDirectory) -> list[Finding]:
     return [
-        Finding("warning", f"policy looser than recommended: {advice}")
+        warning(f"policy looser than recommended: {advice}")
         for advice in looser_than_recommended(site_dir.policy)
-    ] or [Finding("ok", "policy: no looser than recommended")]
+    ] or [ok("policy: no looser than recommended")]
 
 
 def _exact(site_dir: SiteDirectory) -> list[Finding]:
@@ -260,16 +255,16 @@ def _exact(site_dir: SiteDirectory) -> list[Finding]:
         sent = counts_sent(site_dir.path)
     except UserError:
         return []  # what is wrong with the ledger is told of the ledger
-    found = [Finding("warning", sent_text(sent))] if sent else []
+    found = [warning(sent_text(sent))] if sent else []
     if policy.evaluation_floor and len(sent) >= policy.evaluation_tables:
         told = f"evaluation_tables = {policy.evaluation_tables} in policy.toml is used up"
-        found.append(Finding("ok", f"{told}: no further run's counts are sent"))
+        found.append(ok(f"{told}: no further run's counts are sent"))
     return found
 
 
 def _modes(site_dir: SiteDirectory) -> list[Finding]:
     return [
-        Finding("warning", f"{name} can be written by others on this machine: chmod go-w it.")
+        warning(f"{name} can be written by others on this machine: chmod go-w it.")
         for name in (site_file(site_dir.path).name, "policy.toml")
         if (site_dir.path / name).stat().st_mode & 0o022
     ]

@@ -35,11 +35,11 @@ from xcal.dp.noise_ahead import SecureNoiseAhead
 from xcal.dp.sampling import cap_groups
 from xcal.errors import UserError
 from xcal.experiments import make_experiment, read_pinned
-from xcal.federation.files import own_folder, whole_lines, write_bytes
+from xcal.federation.files import own_folder, read_table, whole_lines, write_bytes
 from xcal.federation.loaded_site import Held, LoadedSite
 from xcal.federation.logbook import append_line, note, now
 from xcal.federation.partition_record import PartitionRecord
-from xcal.federation.policy import Policy, admit_method, read_policy, read_table, site_file
+from xcal.federation.policy import Policy, admit_method, read_policy, site_file
 from xcal.federation.preflight import check_device
 from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import (

@@ -7,7 +7,6 @@ honest, and each one's public key as `xcal site key` prints it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -15,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict
 
 from xcal.errors import UserError
-from xcal.federation.masks import Announcement, MaskKeys, MaskRefusal, Roster
-from xcal.federation.policy import read_table
+from xcal.federation.files import read_table
+from xcal.federation.masks import MaskKeys, MaskRefusal, Roster
 
 KEY, ROSTER = "certificate.key", "roster.toml"
 
@@ -85,9 +84,3 @@ def roster_text(roster: Roster) -> str:
 def mask_keys(site_dir: Path, folder: Path, run: str, client: str) -> MaskKeys:
     """The site's side of a run's masks, as its own files have it; `folder`: the run's, there."""
     return MaskKeys(folder, run, client, site_key(site_dir), read_roster(site_dir))
-
-
-def met(keys: MaskKeys, announced: Iterable[Announcement]) -> MaskKeys:
-    """The same, once it has looked at the others' keys."""
-    keys.meet({told.site: told for told in announced})
-    return keys

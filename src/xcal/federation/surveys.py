@@ -13,25 +13,22 @@ import numpy as np
 from xcal.config import Experiment
 from xcal.dp.calibration import check_target
 from xcal.errors import UserError
-from xcal.federation.coordinator import Carrier
+from xcal.federation.coordinator import Carrier, read_answer
 from xcal.federation.disclosure import CLASSES, label_shares
 from xcal.federation.exact_counts import read_counts
 from xcal.federation.files import write_json
 from xcal.federation.folder import RunFolder
 from xcal.federation.local_evaluation import read_sent
 from xcal.federation.messages import (
-    MAX_HEADER,
     Disclosure,
     Refusal,
     Request,
     StatisticsRequest,
-    decode_answer,
     encode_request,
     encode_statistics,
     frozen_digest,
     public_keys,
 )
-from xcal.federation.request_refusals import Refused
 from xcal.federation.setup import Federation, load_fewest, with_unit
 from xcal.models.model_registry import build_network
 
@@ -47,17 +44,11 @@ def _asked(
     told: dict[str, Disclosure] = {}
     refused: dict[str, str] = {}
     for client, data in came.items():
-        try:
-            got = decode_answer(data, 2 * MAX_HEADER)
-        except Refused as error:
-            refused[client] = error.code
-            continue
+        got = read_answer(Disclosure, client, run, data)
         if isinstance(got, Refusal):
             refused[client] = got.code
-        elif isinstance(got, Disclosure) and (got.client, got.run) == (client, run):
-            told[client] = got
         else:
-            refused[client] = "malformed"
+            told[client] = got
     return told, refused, sorted(set(messages) - set(came))
 
 

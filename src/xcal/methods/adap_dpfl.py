@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from xcal.config import Experiment, key
+from xcal.config import Experiment
 from xcal.dp.accounting import CostTable, step_cost
 from xcal.dp.calibration import Plan, plan_static
 from xcal.dp.clipping import Bound
 from xcal.dp.clipping.precision import double
 from xcal.dp.filter import BudgetExhausted, Filter
-from xcal.methods.base import LocalMethod, shape_of
+from xcal.methods.base import LocalMethod, own_key, shape_of
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import clipped_sum, gradient_release, release_gradient
 
@@ -29,14 +29,21 @@ FALLS = 3  # rounds of falling loss before the noise is lowered
 REACH = 10.0  # the clipping norm stays within a factor of ten of the configured one
 
 
-@dataclass(frozen=True)
-class AdapRule:
-    """Public constants."""
+class AdapParameters(Experiment):
+    """The keys of `adap-dpfl`."""
 
-    plan: Plan
-    clip: float  # C of the first round
-    clip_factor: float  # α_c; 0 leaves C where it is
-    sigma_decay: float  # β
+    clip_factor: float = own_key(
+        5.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="C over the norm of the gradients released last round; 0 keeps C",
+    )
+    sigma_decay: float = own_key(
+        0.999,
+        ge=1e-6,
+        le=1,
+        description="β: noise after three rounds of falling loss on public images",
+    )
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,21 @@ def decays(losses: Sequence[float]) -> int:
     return sum(all(falls[k - FALLS : k]) for k in range(FALLS, len(falls) + 1))
 
 
-def next_clip(state: AdapState, rule: AdapRule) -> float:
+def next_clip(state: AdapState, keys: AdapParameters) -> float:
     """C of the round that begins: α_c times the released gradients' root mean square norm.
 
     It stays where it was while the noise hides that norm (two deviations), and within `REACH` of
     the configured one.
     """
+    first = keys.max_grad_norm
     if state.round < 0:
-        return rule.clip
-    if rule.clip_factor == 0 or state.steps == 0:
+        return first
+    if keys.clip_factor == 0 or state.steps == 0:
         return state.clip
     if state.squares <= 2 * math.sqrt(state.doubt):
         return state.clip
-    wanted = rule.clip_factor * math.sqrt(state.squares / state.steps)
-    return min(max(wanted, rule.clip / REACH), rule.clip * REACH)
+    wanted = keys.clip_factor * math.sqrt(state.squares / state.steps)
+    return min(max(wanted, first / REACH), first * REACH)
 
 
 @lru_cache(maxsize=4096)
@@ -77,15 +85,11 @@ def _cost(rate: float, sigma: float, order: float) -> float:
     return step_cost(rate, sigma, order)
 
 
-def admissible_sigma(
-    rule: AdapRule, lowered: int, budget: Filter
-) -> tuple[float, CostTable | None]:
-    """β^k σ_0, or the smallest multiplier up to σ_0 that the filter still admits.
+def admissible_sigma(plan: Plan, wanted: float, budget: Filter) -> tuple[float, CostTable | None]:
+    """What is wanted (β^k σ_0), or the smallest multiplier up to σ_0 that the filter still admits.
 
     With the grid it was taken from, if it was.
     """
-    plan = rule.plan
-    wanted = plan.sigma_static * rule.sigma_decay**lowered
     if budget.admits(_cost(plan.sample_rate, wanted, plan.order)):
         return wanted, None
     # Where not even the highest is admissible, nothing below it is either.
@@ -98,57 +102,6 @@ def admissible_sigma(
                 return float(sigma), table
         return plan.sigma_static, None
     raise BudgetExhausted("no multiplier up to the first one is admissible")
-
-
-def adap_step(
-    context: StepContext, step: int, rule: AdapRule, state: AdapState
-) -> tuple[AdapState, StepRecord]:
-    """One DP-SGD step at this round's C and σ: charge, draw, clip, release, remember its norm."""
-    assert context.account is not None
-    if context.round != state.round:
-        state = AdapState(context.round, next_clip(state, rule))
-    clip, bound = state.clip, Bound(state.clip)
-    sigma, priced = admissible_sigma(
-        rule, decays(context.validation_losses), context.account.filter
-    )
-    charged = context.charge(
-        step, (gradient_release(bound, sigma),), sigma, settings=(sigma, clip), priced=priced
-    )
-    batch = charged.draw(context.data)
-    mean = release_gradient(context, charged, clipped_sum(context, batch, bound))
-    # From here on only the release is looked at.
-    scale = sigma * bound.sensitivity
-    square = math.fsum(float(double(v).square().sum()) for v in mean.values())
-    size = sum(v.numel() for v in mean.values())
-    noise = (scale / context.batch) ** 2  # variance of one coordinate
-    signal = max(square - size * noise, 0.0)
-    state = AdapState(
-        state.round,
-        clip,
-        state.steps + 1,
-        state.squares + square - size * noise,
-        state.doubt + 2 * size * noise**2 + 4 * noise * signal,
-    )
-    return state, StepRecord(context.round, step, sigma, None, context.share_spent, clip=clip)
-
-
-class AdapParameters(Experiment):
-    """The keys of `adap-dpfl`."""
-
-    clip_factor: float = key(
-        5.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="C over the norm of the gradients released last round; 0 keeps C",
-        travels=True,
-    )
-    sigma_decay: float = key(
-        0.999,
-        ge=1e-6,
-        le=1,
-        description="β: noise after three rounds of falling loss on public images",
-        travels=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -172,10 +125,32 @@ class AdaptiveNoise(LocalMethod):
         plan: Plan,
         state: AdapState,
     ) -> tuple[AdapState, StepRecord]:
-        rule = AdapRule(
-            plan, experiment.max_grad_norm, experiment.clip_factor, experiment.sigma_decay
+        """One DP-SGD step at this round's C and σ, which remembers the norm that it released."""
+        assert context.account is not None
+        if context.round != state.round:
+            state = AdapState(context.round, next_clip(state, experiment))
+        clip, bound = state.clip, Bound(state.clip)
+        lowered = experiment.sigma_decay ** decays(context.validation_losses)
+        sigma, priced = admissible_sigma(plan, plan.sigma_static * lowered, context.account.filter)
+        charged = context.charge(
+            step, (gradient_release(bound, sigma),), sigma, settings=(sigma, clip), priced=priced
         )
-        return adap_step(context, step, rule, state)  # which sees by itself that a round begins
+        batch = charged.draw(context.data)
+        mean = release_gradient(context, charged, clipped_sum(context, batch, bound))
+        # From here on only the release is looked at.
+        scale = sigma * bound.sensitivity
+        square = math.fsum(float(double(v).square().sum()) for v in mean.values())
+        size = sum(v.numel() for v in mean.values())
+        noise = (scale / context.batch) ** 2  # variance of one coordinate
+        signal = max(square - size * noise, 0.0)
+        state = AdapState(
+            state.round,
+            clip,
+            state.steps + 1,
+            state.squares + square - size * noise,
+            state.doubt + 2 * size * noise**2 + 4 * noise * signal,
+        )
+        return state, StepRecord(context.round, step, sigma, None, context.share_spent, clip=clip)
 
 
 ADAP_DPFL = AdaptiveNoise()

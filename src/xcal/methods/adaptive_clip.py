@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from xcal.config import Experiment, Positive, key
+from xcal.config import Experiment, Positive
 from xcal.dp.accounting import COUNT_SENSITIVITY
 from xcal.dp.calibration import Plan, plan_fixed
 from xcal.dp.clipping import Bound, ClippedSum
@@ -25,7 +25,16 @@ from xcal.dp.distributed import Part
 from xcal.dp.ledger.rows import Release
 from xcal.dp.mechanism import ChargedStep
 from xcal.errors import UserError
-from xcal.methods.base import LocalMethod, Method, QuantileParameters, shape_of
+from xcal.methods.base import (
+    LocalMethod,
+    Method,
+    QuantileParameters,
+    SharedSum,
+    gradient_sum,
+    own_key,
+    plan_constant,
+    shape_of,
+)
 from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.dp_fedavg import (
@@ -35,7 +44,6 @@ from xcal.methods.dp_fedavg import (
     client_level_shape,
     private_mean,
 )
-from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import (
     clipped_sum,
     contributing_units,
@@ -140,15 +148,11 @@ def quantile_step(
 class AdaptiveClipParameters(QuantileParameters):
     """The keys of `adaptive-clip`."""
 
-    level: Literal["record", "client"] = key(
-        "record",
-        description="adaptive-clip: at the client, or on updates at the server",
-        travels=True,
+    level: Literal["record", "client"] = own_key(
+        "record", description="adaptive-clip: at the client, or on updates at the server"
     )
-    count_noise: Positive | None = key(
-        None,
-        description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ",
-        travels=True,
+    count_noise: Positive | None = own_key(
+        None, description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ"
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,20 @@ from xcal.dp.calibration import PlanShape, plan_paper
 from xcal.dp.clipping.precision import double
 from xcal.dp.noise import release_tensors
 from xcal.explain.gradcam import channel_weights, head_weight_of
-from xcal.methods.agp_dp import CamLayer, cam_layer_of, most_important, require_trained
-from xcal.methods.base import BandParameters, LocalMethod, SparedParameters, shape_of
+from xcal.methods.agp_dp import (
+    CamLayer,
+    ChannelState,
+    SparesChannels,
+    cam_layer_of,
+    most_important,
+    require_trained,
+)
+from xcal.methods.base import BandParameters, SparedParameters, shape_of
 from xcal.methods.client_data import Batch
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import batch_forward, clipped_sum
 
 IMPORTANCE_UNITS = 256  # expected number of units whose maps decide which channels matter
-
-
-@dataclass(frozen=True)
-class AgpState:
-    """The channels protected in this round; None before its first step. Made of private images."""
-
-    channels: tuple[int, ...] | None = None
 
 
 def channel_importance(context: StepContext) -> Tensor:
@@ -59,14 +58,23 @@ def _channel_weights(context: StepContext, batch: Batch) -> Tensor:
 
 
 def agp_step(
-    context: StepContext, step: int, *, sigma: float, share: float, layer: CamLayer, state: AgpState
-) -> tuple[AgpState, StepRecord]:
+    context: StepContext,
+    step: int,
+    *,
+    sigma: float,
+    share: float,
+    layer: CamLayer,
+    state: ChannelState,
+) -> tuple[ChannelState, StepRecord]:
     """One step: clip as ever, noise everywhere but on what belongs to the protected channels.
 
-    Importance is computed once a round, at its first step, from the weights received.
+    Importance is computed once a round, at its first step, from the weights received and from
+    private images.
     """
     if state.channels is None:
-        state = AgpState(most_important(channel_importance(context), share) if share > 0 else ())
+        state = ChannelState(
+            most_important(channel_importance(context), share) if share > 0 else ()
+        )
     assert state.channels is not None
     clipped = clipped_sum(context, context.draw(step))
     sums, scale = clipped.gradients, sigma * clipped.bound.sensitivity
@@ -92,7 +100,7 @@ class AgpParameters(BandParameters, SparedParameters):
 
 
 @dataclass(frozen=True)
-class AdaptiveGradientProtection(LocalMethod):
+class AdaptiveGradientProtection(SparesChannels):
     name: str = "agp"
     title: str = "AGP, no guarantee"
     private: bool = False
@@ -110,22 +118,14 @@ class AdaptiveGradientProtection(LocalMethod):
     def check_network(self, network: nn.Module, experiment: Experiment) -> None:
         require_trained(network, self.name)
 
-    def load_state(self, saved: dict[str, Any] | None) -> AgpState:
-        if saved is None or saved["channels"] is None:
-            return AgpState()
-        return AgpState(tuple(saved["channels"]))
-
-    def begin_round(self, state: AgpState) -> AgpState:
-        return AgpState()
-
     def step(
         self,
         context: StepContext,
         step: int,
         experiment: AgpParameters,
         plan: None,
-        state: AgpState,
-    ) -> tuple[AgpState, StepRecord]:
+        state: ChannelState,
+    ) -> tuple[ChannelState, StepRecord]:
         return agp_step(
             context,
             step,

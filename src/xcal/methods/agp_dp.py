@@ -15,16 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xcal.config import Experiment, key
+from xcal.config import Experiment
 from xcal.dp.calibration import Plan
 from xcal.dp.clipping import PLAIN, Bound, Geometry
 from xcal.dp.clipping.named import trainable
 from xcal.dp.clipping.precision import double
 from xcal.errors import UserError
 from xcal.explain.gradcam import head_weight_of
-from xcal.methods.base import LocalMethod, SparedParameters, shape_of
+from xcal.methods.base import (
+    LocalMethod,
+    SharedSum,
+    SparedParameters,
+    gradient_sum,
+    own_key,
+    plan_constant,
+    shape_of,
+)
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum, plan_constant
 from xcal.methods.step_parts import dp_step
 
 
@@ -122,12 +129,8 @@ def most_important(importance: Tensor, share: float) -> tuple[int, ...]:
 class ChannelParameters(SparedParameters):
     """The keys of a geometry that spares channels."""
 
-    protection: float = key(
-        2.0,
-        ge=1,
-        le=16,
-        description="how many times less noise than the others the spared get",
-        travels=True,
+    protection: float = own_key(
+        2.0, ge=1, le=16, description="how many times less noise than the others the spared get"
     )
 
 
@@ -188,20 +191,27 @@ def check_channels(model: nn.Module, method: str) -> None:
     released_importance(model)
 
 
-def round_geometry(model: nn.Module, rule: ChannelRule, channels: tuple[int, ...]) -> Geometry:
-    """The round's geometry, once its channels are chosen."""
-    return rule.geometry(cam_layer_of(model), channels)
-
-
 @dataclass(frozen=True)
 class ChannelState:
-    """The channels spared in this round, by the weights received; None before its first step."""
+    """The channels spared in this round; None before its first step."""
 
     channels: tuple[int, ...] | None = None
 
 
+class SparesChannels(LocalMethod):
+    """A method that remembers the channels of one round, and chooses anew in the next."""
+
+    def load_state(self, saved: dict[str, Any] | None) -> ChannelState:
+        if saved is None or saved["channels"] is None:
+            return ChannelState()
+        return ChannelState(tuple(saved["channels"]))
+
+    def begin_round(self, state: ChannelState) -> ChannelState:
+        return ChannelState()
+
+
 @dataclass(frozen=True)
-class ProtectedChannels(LocalMethod):
+class ProtectedChannels(SparesChannels):
     name: str = "agp-dp"
     title: str = "AGP with a guarantee"
     sums_under_masks: bool = True
@@ -218,16 +228,8 @@ class ProtectedChannels(LocalMethod):
     ) -> SharedSum:
         """In the scaled space: there the noise is the same on every coordinate."""
         rule = ChannelRule(experiment.protected, experiment.protection)
-        geometry = round_geometry(model, rule, rule.choose(model))
+        geometry = rule.geometry(cam_layer_of(model), rule.choose(model))
         return gradient_sum(model, sigma, Bound(clip, geometry))
-
-    def load_state(self, saved: dict[str, Any] | None) -> ChannelState:
-        if saved is None or saved["channels"] is None:
-            return ChannelState()
-        return ChannelState(tuple(saved["channels"]))
-
-    def begin_round(self, state: ChannelState) -> ChannelState:
-        return ChannelState()
 
     def step(
         self,
@@ -241,7 +243,7 @@ class ProtectedChannels(LocalMethod):
         if state.channels is None:  # the round's first step: the model is still the one received
             state = ChannelState(rule.choose(context.model))
         assert state.channels is not None
-        bound = Bound(context.clip, round_geometry(context.model, rule, state.channels))
+        bound = Bound(context.clip, rule.geometry(cam_layer_of(context.model), state.channels))
         return state, dp_step(context, step, sigma=plan.sigma_static, bound=bound)
 
 

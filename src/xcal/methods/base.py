@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
 from xcal.config import Experiment, Positive, Share, Weight, key
-from xcal.dp.calibration import Plan, PlanShape
+from xcal.dp.calibration import Plan, PlanShape, plan_fixed, plan_static
 from xcal.dp.clipping import Bound
+from xcal.dp.clipping.named import trainable
+from xcal.dp.distributed import Part
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 if TYPE_CHECKING:
     from xcal.methods.dp_fedavg import ServerContext, Update
@@ -23,6 +25,35 @@ MASKED_KEYS = frozenset({"trust", "honest", "noise_kind"})
 PRIVATE_KEYS = MASKED_KEYS | {"epsilon", "delta", "accountant", "max_grad_norm", "sites"}
 # Keys that every method uses.
 COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
+
+
+own_key = partial(key, travels=True)
+"""A method's own key: clients take the same steps, so they are sent it."""
+
+
+@dataclass(frozen=True)
+class SharedSum:
+    """What a masked round sums (`trust = "masked"`), and what one unit of its gradient may be.
+
+    The same for every site and for the server: all of it follows from the weights that everyone was
+    sent, the multiplier and the clipping norm, and is known before anybody draws.
+    """
+
+    parts: tuple[Part, ...]
+    bound: Bound
+
+
+def gradient_sum(model: nn.Module, sigma: float, bound: Bound, *others: Part) -> SharedSum:
+    """The clipped gradients in the scaled space, where one deviation fits every coordinate."""
+    size = sum(p.numel() for p in trainable(model).values())
+    return SharedSum((Part("gradient", size, bound.sensitivity, sigma), *others), bound)
+
+
+def plan_constant(experiment: Experiment, shape: PlanShape, method: str) -> Plan:
+    """The plan of a method whose multiplier never moves; discrete noise needs a whole order."""
+    if experiment.discrete:
+        return plan_static(shape, method, whole_orders=True)
+    return plan_fixed(shape, method, experiment.accountant)
 
 
 class Method(Protocol):
@@ -146,25 +177,18 @@ class ChecksNetwork(Protocol):
 class SignalParameters(Experiment):
     """The keys of the explanation signal, the paper's equation for one image's score."""
 
-    q: float = key(0.2, ge=1e-6, le=1, description="share of cells masked", travels=True)
-    alpha: Weight = key(1.0, description="weight of the logit change", travels=True)
-    beta: Weight = key(1.0, description="weight of the margin", travels=True)
-    gamma: Weight = key(1.0, description="exponent of concentration", travels=True)
-    fill: Literal["imagenet", "image-mean"] = key(
-        "imagenet", description="what masks cells", travels=True
-    )
-    cover: Literal["pixels", "cells"] = key(
+    q: float = own_key(0.2, ge=1e-6, le=1, description="share of cells masked")
+    alpha: Weight = own_key(1.0, description="weight of the logit change")
+    beta: Weight = own_key(1.0, description="weight of the margin")
+    gamma: Weight = own_key(1.0, description="exponent of concentration")
+    fill: Literal["imagenet", "image-mean"] = own_key("imagenet", description="what masks cells")
+    cover: Literal["pixels", "cells"] = own_key(
         "pixels",
         description="what is masked: pixels of the image, at a pass through the network, or cells"
         " of the map that a linear head reads, which is arithmetic",
-        travels=True,
     )
-    tau: float | None = key(
-        None,
-        ge=1e-6,
-        le=1,
-        description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)",
-        travels=True,
+    tau: float | None = own_key(
+        None, ge=1e-6, le=1, description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)"
     )
 
 
@@ -174,38 +198,28 @@ SIGNAL_KEYS = frozenset(SignalParameters.model_fields) - frozenset(Experiment.mo
 class BandParameters(Experiment):
     """The paper's band of noise multipliers around the static one."""
 
-    rho: float = key(0.1, ge=0, lt=1, description="the signal's share of ε", travels=True)
-    band: Share = key(0.2, description="half-width b of the band", travels=True)
+    rho: float = own_key(0.1, ge=0, lt=1, description="the signal's share of ε")
+    band: Share = own_key(0.2, description="half-width b of the band")
 
 
 class SparedParameters(Experiment):
     """Channels of the CAM layer that get less noise than others, or none."""
 
-    protected: Share = key(
-        0.2,
-        description="share r of the CAM layer's channels, the most important, to be spared",
-        travels=True,
+    protected: Share = own_key(
+        0.2, description="share r of the CAM layer's channels, the most important, to be spared"
     )
 
 
 class QuantileParameters(Experiment):
     """A clipping norm that follows a quantile of the norms."""
 
-    quantile: float = key(
-        0.5,
-        gt=0,
-        lt=1,
-        description="share γ of the norms that the clipping norm should not cut",
-        travels=True,
+    quantile: float = own_key(
+        0.5, gt=0, lt=1, description="share γ of the norms that the clipping norm should not cut"
     )
-    clip_rate: float = key(
-        0.2,
-        gt=0,
-        le=2,
-        description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))",
-        travels=True,
+    clip_rate: float = own_key(
+        0.2, gt=0, le=2, description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))"
     )
-    kappa_b: Positive = key(5.0, description="price of the count: 1/(8κ²) more noise", travels=True)
+    kappa_b: Positive = own_key(5.0, description="price of the count: 1/(8κ²) more noise")
 
 
 def clips_units(method: Method) -> bool:

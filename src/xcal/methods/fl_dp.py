@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from xcal.config import Experiment
 from xcal.dp.calibration import Plan
-from xcal.methods.base import LocalMethod, shape_of
+from xcal.methods.base import LocalMethod, plan_constant, shape_of
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import plan_constant
 from xcal.methods.step_parts import dp_step
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any, cast
 
 from torch import Tensor
@@ -13,25 +14,21 @@ from torch import Tensor
 from xcal.config import Experiment, nearest
 from xcal.dp.calibration import Plan
 from xcal.dp.filter import BudgetExhausted
-from xcal.methods.base import Method, save_state
+from xcal.methods.base import CentralMethod, ChecksNetwork, Method, save_state
 from xcal.methods.context import StepRecord
 from xcal.plugins import MANUAL, OwnCodeError, check_call, own_code
 
-# What a method is asked, by name, with what it is given; see `methods/base.py`.
-NEEDED = {
-    "plan": ("experiment", "units", "own_rounds"),
-    "load_state": ("saved",),
-    "begin_round": ("state",),
-    "step": ("context", "step", "experiment", "plan", "state"),
-}
-SERVER = {
-    "server_plan": ("experiment", "participants"),
-    "load_server_state": ("saved", "experiment"),
-    "server_step": ("context", "experiment", "plan", "updates", "state"),
-}
+
+def _of(protocol: type, *names: str) -> dict[str, tuple[str, ...]]:
+    """What a method is asked, by name, with what it is given: as `methods/base.py` has it."""
+    return {n: tuple(signature(getattr(protocol, n)).parameters)[1:] for n in names}
+
+
+NEEDED = _of(Method, "plan", "load_state", "begin_round", "step")
+SERVER = _of(CentralMethod, "server_plan", "load_server_state", "server_step")
 OPTIONAL = {
-    "epsilon_paper": ("experiment", "plan", "state"),
-    "check_network": ("network", "experiment"),
+    **_of(Method, "epsilon_paper"),
+    **_of(ChecksNetwork, "check_network"),
     "variant": ("experiment",),
 }
 VALUES = ("name", "private", "pooled", "uses")

@@ -25,9 +25,9 @@ from xcal.explain.signal import (
     cell_components,
     image_components,
 )
+from xcal.methods.base import SharedSum, gradient_sum
 from xcal.methods.client_data import Batch, Rows
 from xcal.methods.context import StepContext, StepRecord
-from xcal.methods.shared_sum import SharedSum, gradient_sum
 
 FEW_MAPS = 64
 """Maps read at a time: more would take new memory from the system at every step."""
@@ -269,13 +269,25 @@ def _by_cells(
     return Components.joined(found, chosen.device)
 
 
-def broken_units(
-    sums: ClippedSum, parts: Components, batch: Batch, chosen: Tensor
-) -> NDArray[np.bool_]:
+def sums_with_components(
+    context: StepContext,
+    batch: Batch,
+    entering: NDArray[np.bool_],
+    settings: SignalSettings,
+    bound: Bound,
+) -> tuple[ClippedSum, Components, Tensor, NDArray[np.bool_]]:
+    """As `forward_with_components`, and the broken units, which contribute nothing to the sum.
+
+    Broken is a unit whose gradient or score is not finite.
+    """
+    sums, parts, chosen = forward_with_components(context, batch, entering, settings, bound)
     bad = ~torch.isfinite(parts.logit_drop + parts.margin + parts.concentration)
     broken: NDArray[np.bool_] = sums.dropped.cpu().numpy().astype(bool)
     broken[batch.units[chosen].cpu().numpy()[bad.cpu().numpy()]] = True
-    return broken
+    if bool((broken & ~sums.dropped.cpu().numpy()).any()):
+        left_out = torch.from_numpy(broken).to(batch.units.device)
+        sums = clipped_sum(context, batch.without(left_out), bound)
+    return sums, parts, chosen, broken
 
 
 def contributing_units(sums: ClippedSum, batch: Batch) -> NDArray[np.bool_]:

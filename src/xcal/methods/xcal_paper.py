@@ -29,11 +29,10 @@ from xcal.explain.signal import SignalSettings, batch_score
 from xcal.methods.base import BandParameters, LocalMethod, SignalParameters, shape_of
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import (
-    broken_units,
     clipped_sum,
-    forward_with_components,
     gradient_release,
     release_gradient,
+    sums_with_components,
 )
 
 TAU = 0.2
@@ -49,8 +48,7 @@ class PaperRule:
 
     plan: Plan
     signal: SignalSettings
-    tau: float = 0.2
-    band: float = 0.2
+    tau: float = TAU
 
     @property
     def delta_share(self) -> float:
@@ -59,13 +57,8 @@ class PaperRule:
     @property
     def orders(self) -> tuple[float, ...]:
         """Orders for the paper's own accounting: those near the best ones."""
-        return _orders_near(self.plan.order)
-
-
-@lru_cache(maxsize=64)
-def _orders_near(order: float) -> tuple[float, ...]:
-    low, high = 1 + (order - 1) / 4, 1 + (order - 1) * 4
-    return tuple(a for a in ORDERS if low <= a <= high)
+        beyond = self.plan.order - 1
+        return tuple(a for a in ORDERS if 1 + beyond / 4 <= a <= 1 + beyond * 4)
 
 
 @dataclass(frozen=True)
@@ -75,9 +68,6 @@ class PaperState:
     s: float = 0.0
     gradient_costs: tuple[float, ...] = ()  # Σ over steps, at `PaperRule.orders`
     signals: int = 0
-
-    def new_round(self) -> PaperState:
-        return replace(self, s=0.0)
 
 
 @dataclass(frozen=True)
@@ -173,11 +163,9 @@ def paper_step(
     else:
         # lines 6–8: prediction, Grad-CAM and top-q mask, from the training forward
         everyone = np.ones(batch.n_units, dtype=bool)
-        sums, parts, chosen = forward_with_components(context, batch, everyone, rule.signal, bound)
-        broken = broken_units(sums, parts, batch, chosen)
-        if bool((broken & ~sums.dropped.cpu().numpy()).any()):
-            bad = torch.from_numpy(broken).to(batch.units.device)
-            sums = clipped_sum(context, batch.without(bad), bound)
+        sums, parts, chosen, broken = sums_with_components(
+            context, batch, everyone, rule.signal, bound
+        )
         # lines 9–13: Δℓ, m, c and s_raw, clipped to [0, 1]; broken units are as good as absent
         whole = torch.from_numpy(~broken).to(batch.units.device)[batch.units[chosen]]
         raw = batch_score(parts.only(whole), rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
@@ -220,7 +208,6 @@ class PublishedXcal(LocalMethod):
             plan,
             SignalSettings.of(experiment, positive_only=False),
             tau=TAU if experiment.tau is None else experiment.tau,
-            band=experiment.band,
         )
 
     def load_state(self, saved: dict[str, Any] | None) -> PaperState:
@@ -229,7 +216,7 @@ class PublishedXcal(LocalMethod):
         return PaperState(saved["s"], tuple(saved["gradient_costs"]), saved["signals"])
 
     def begin_round(self, state: PaperState) -> PaperState:
-        return state.new_round()
+        return replace(state, s=0.0)
 
     def step(
         self,

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from xcal.config import Experiment, Positive, Whole, key
+from xcal.config import Experiment, Positive, Whole
 from xcal.dp.accounting import SCORE_SENSITIVITY, CostTable, joint_factor, multiplier_table
 from xcal.dp.calibration import Plan, plan_xcal
 from xcal.dp.clipping import Bound, ClippedSum
@@ -22,17 +21,16 @@ from xcal.dp.filter import BudgetExhausted
 from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, scores
 from xcal.methods.adaptive_clip import QuantileRule, count_release, quantile_rule, release_fraction
-from xcal.methods.agp_dp import ChannelParameters, ChannelRule, check_channels, round_geometry
-from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
+from xcal.methods.agp_dp import ChannelParameters, ChannelRule, cam_layer_of, check_channels
+from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, own_key, shape_of
 from xcal.methods.client_data import Batch, mean_by_unit
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import (
-    broken_units,
     clipped_sum,
     contributing_units,
-    forward_with_components,
     gradient_release,
     release_gradient,
+    sums_with_components,
 )
 
 TAU = 0.05
@@ -41,41 +39,31 @@ TAU = 0.05
 class SteeredParameters(SignalParameters, ChannelParameters, QuantileParameters):
     """The keys of `xcal-steered`."""
 
-    w: float = key(0.5, ge=0, lt=1, description="how far the signal moves a share", travels=True)
-    kappa: Positive = key(5.0, description="price of the signal: 1/(2κ²) more noise", travels=True)
-    slow_tau: float = key(0.01, ge=1e-6, le=1, description="smoothing of s̄", travels=True)
-    reference: Literal["running", "absolute"] = key(
-        "running", description="what s is held against", travels=True
+    w: float = own_key(0.5, ge=0, lt=1, description="how far the signal moves a share")
+    kappa: Positive = own_key(5.0, description="price of the signal: 1/(2κ²) more noise")
+    slow_tau: float = own_key(0.01, ge=1e-6, le=1, description="smoothing of s̄")
+    reference: Literal["running", "absolute"] = own_key(
+        "running", description="what s is held against"
     )
-    contrast: Positive = key(0.1, description="smallest Δ, the scale of s − s̄", travels=True)
-    shares: Literal["plan", "left"] = key(
+    contrast: Positive = own_key(0.1, description="smallest Δ, the scale of s − s̄")
+    shares: Literal["plan", "left"] = own_key(
         "plan",
         description="what a step takes its share of: the plan, with a floor for every later step,"
         " or what is left, as the first edition did",
-        travels=True,
     )
-    signal_every: Whole = key(4, description="a signal every k-th step", travels=True)
-    signal_fraction: float = key(
-        1.0,
-        ge=1e-6,
-        le=1,
-        description="share p of the drawn units that enter the signal",
-        travels=True,
+    signal_every: Whole = own_key(4, description="a signal every k-th step")
+    signal_fraction: float = own_key(
+        1.0, ge=1e-6, le=1, description="share p of the drawn units that enter the signal"
     )
-    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = key(
-        "model",
-        description="the model, or what replaces it at the same cost, to see what it does",
-        travels=True,
+    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = own_key(
+        "model", description="the model, or what replaces it at the same cost, to see what it does"
     )
-    geometry: Literal["none", "importance"] = key(
+    geometry: Literal["none", "importance"] = own_key(
         "none",
         description="xcal-steered: noise alike everywhere, or less on the channels that matter",
-        travels=True,
     )
-    clipping: Literal["fixed", "quantile"] = key(
-        "fixed",
-        description="xcal-steered: clip always to C, or follow a quantile of the norms",
-        travels=True,
+    clipping: Literal["fixed", "quantile"] = own_key(
+        "fixed", description="xcal-steered: clip always to C, or follow a quantile of the norms"
     )
 
 
@@ -117,9 +105,6 @@ class SteeredState:
             slow=(1 - rule.slow_tau) * self.slow + rule.slow_tau * mean,
             signals=self.signals + 1,
         )
-
-    def new_round(self) -> SteeredState:
-        return replace(self, channels=None)  # all else lives on
 
 
 def smoothing_noise(rule: SteeredRule) -> float:
@@ -204,7 +189,7 @@ def next_bound(
     if state.channels is None:  # the round's first step: the model is still the one received
         state = replace(state, channels=rule.channels.choose(context.model))
     assert state.channels is not None
-    return state, Bound(clip, round_geometry(context.model, rule.channels, state.channels))
+    return state, Bound(clip, rule.channels.geometry(cam_layer_of(context.model), state.channels))
 
 
 def steered_step(
@@ -215,10 +200,8 @@ def steered_step(
     Where the noise goes and how C is chosen are parts of the rule, each of them optional.
     """
     assert context.account is not None
-    plan, table = (
-        rule.plan,
-        multiplier_table(rule.plan.sample_rate, rule.plan.order, rule.plan.sigma_static),
-    )
+    plan = rule.plan
+    table = multiplier_table(plan.sample_rate, plan.order, plan.sigma_static)
     number = context.first_step + step
 
     # 0. What one unit may contribute, and where the noise goes: C and D.
@@ -293,12 +276,8 @@ def _gradient_and_scores(
     if rule.signal_fraction < 1:
         uniforms = context.noise.uniforms(context.key(step, "entering"), batch.n_units)
         entering = uniforms < rule.signal_fraction
-    sums, parts, chosen = forward_with_components(context, batch, entering, rule.signal, bound)
+    sums, parts, chosen, broken = sums_with_components(context, batch, entering, rule.signal, bound)
     u = scores(parts, rule.signal.alpha, rule.signal.beta, rule.signal.gamma)
-    broken = broken_units(sums, parts, batch, chosen)
-    if bool((broken & ~sums.dropped.cpu().numpy()).any()):
-        bad = torch.from_numpy(broken).to(batch.units.device)
-        sums = clipped_sum(context, batch.without(bad), bound)
     by_unit = mean_by_unit(u, batch.units[chosen], batch.n_units)
     counted = contributing_units(sums, batch) & ~broken
     return sums, centered_sum(by_unit, entering & counted), counted
@@ -351,7 +330,7 @@ class Steered(LocalMethod):
         return SteeredState(**{**saved, "channels": None if channels is None else tuple(channels)})
 
     def begin_round(self, state: SteeredState) -> SteeredState:
-        return state.new_round()  # s and C live as long as the budget
+        return replace(state, channels=None)  # s and C live as long as the budget
 
     def step(
         self,

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
-from xcal.federation.coordinator import NullCallback, Progress
+from xcal.federation.coordinator import NullCallback, Progress, round_line
 from xcal.federation.files import read_json, write_json
 from xcal.federation.flower.flower_carrier import GridCarrier
 from xcal.federation.folder import RunFolder
@@ -37,12 +37,7 @@ class Spoken(NullCallback):
         print(text, flush=True)
 
     def round(self, record: dict[str, Any]) -> None:
-        f1 = record["validation_macro_f1"]
-        told = [f"{record['answered']} of {len(record['clients'])} trained"]
-        told += [f"missing {', '.join(record['missing'])}"] if record["missing"] else []
-        told += [f"{client} refused ({code})" for client, code in record["refused"].items()]
-        shown = "–" if f1 is None else f"{f1:.3f}"
-        print(f"round {record['round'] + 1}: validation F1 {shown}, {'; '.join(told)}", flush=True)
+        print(round_line(record), flush=True)
 
 
 def run_simulated(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from xcal.errors import UserError, how_to_install
+from xcal.errors import UserError, first_line, how_to_install
 from xcal.federation.coordinator import NullCallback, Progress
 from xcal.federation.folder import RunFolder
 from xcal.federation.setup import Federation, prepare
@@ -98,7 +98,7 @@ def _cause(error: BaseException) -> str:
     """The first line of what was wrong at first, beneath what was made of it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return first_line(error)
 
 
 def _forget_ray() -> None:

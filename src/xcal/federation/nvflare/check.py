@@ -23,7 +23,7 @@ from xcal.federation.nvflare.hardening import looser_than_ours
 from xcal.federation.nvflare.members import known
 from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import VERSION, fingerprint_of
-from xcal.federation.site_check import Finding, check_site
+from xcal.federation.site_check import Finding, check_site, ok, problem, warning
 from xcal.federation.site_directory import SiteDirectory
 
 SOON = datetime.timedelta(days=30)
@@ -38,8 +38,8 @@ def check_party(party: Party, *, now: datetime.datetime | None = None) -> list[F
     certificates = _certificates(party, moment)
     found += certificates
     found += _members(party, moment)
-    found += [Finding("problem", text) for text in looser_than_ours(party)] or [
-        Finding("ok", "The kit allows exactly our classes, no code, no shell, no log streaming.")
+    found += [problem(text) for text in looser_than_ours(party)] or [
+        ok("The kit allows exactly our classes, no code, no shell, no log streaming.")
     ]
     if party.about.role == "site":
         found += _site_dir(party)
@@ -52,28 +52,24 @@ def _installation() -> list[Finding]:
     try:
         version = importlib.metadata.version("nvflare")
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("problem", f"FLARE is not installed: {how_to_install('nvflare')}.")]
+        return [problem(f"FLARE is not installed: {how_to_install('nvflare')}.")]
     if version != VERSION:
-        return [Finding("warning", f"FLARE is {version}; this was tested with {VERSION}.")]
-    return [Finding("ok", f"FLARE {version} is installed.")]
+        return [warning(f"FLARE is {version}; this was tested with {VERSION}.")]
+    return [ok(f"FLARE {version} is installed.")]
 
 
 def _key(party: Party) -> list[Finding]:
     mode = stat.S_IMODE(party.key.stat().st_mode)
     if mode & 0o077:
-        return [
-            Finding("problem", f"{party.key} can be read by others (mode {mode:o}): chmod 600 it.")
-        ]
+        return [problem(f"{party.key} can be read by others (mode {mode:o}): chmod 600 it.")]
     try:
         key = serialization.load_pem_private_key(party.key.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(party.certificate.read_bytes())
     except (OSError, ValueError, TypeError):
-        return [Finding("problem", f"Key or certificate in {party.startup} cannot be read.")]
+        return [problem(f"Key or certificate in {party.startup} cannot be read.")]
     if key.public_key() != certificate.public_key():
-        return [
-            Finding("problem", f"{party.certificate} belongs to another key than {party.key.name}.")
-        ]
-    return [Finding("ok", "The private key is readable by its owner only and fits.")]
+        return [problem(f"{party.certificate} belongs to another key than {party.key.name}.")]
+    return [ok("The private key is readable by its owner only and fits.")]
 
 
 def _certificates(party: Party, now: datetime.datetime) -> list[Finding]:
@@ -81,62 +77,57 @@ def _certificates(party: Party, now: datetime.datetime) -> list[Finding]:
         own = x509.load_pem_x509_certificate(party.certificate.read_bytes())
         root = x509.load_pem_x509_certificate(party.root.read_bytes())
     except (OSError, ValueError):
-        return [Finding("problem", f"A certificate in {party.startup} cannot be read.")]
+        return [problem(f"A certificate in {party.startup} cannot be read.")]
     if fingerprint_of(party.root) != party.about.fingerprint:
-        return [Finding("problem", f"{party.root} is not the root certificate of the invitation.")]
+        return [problem(f"{party.root} is not the root certificate of the invitation.")]
     try:
         own.verify_directly_issued_by(root)
     except (InvalidSignature, ValueError, TypeError):
         return [
-            Finding(
-                "problem",
+            problem(
                 f"{party.certificate} was signed by another CA than {party.root.name}: the server"
-                " would not answer. Bring the answer of the right coordinator.",
+                " would not answer. Bring the answer of the right coordinator."
             )
         ]
     for name, certificate in (("certificate", own), ("root certificate", root)):
         begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if now < begins:
             return [
-                Finding(
-                    "problem",
+                problem(
                     f"The {name} is valid from {begins:%Y-%m-%d %H:%M} UTC and this machine's clock"
-                    f" says {now:%Y-%m-%d %H:%M}: set the clock.",
+                    f" says {now:%Y-%m-%d %H:%M}: set the clock."
                 )
             ]
         if now > ends:
             return [
-                Finding(
-                    "problem",
+                problem(
                     f"The {name} expired on {ends:%Y-%m-%d} (the clock says {now:%Y-%m-%d}): renew"
-                    " it with `xcal federation join --renew`.",
+                    " it with `xcal federation join --renew`."
                 )
             ]
         if ends - now < SOON:
             return [
-                Finding(
-                    "warning",
+                warning(
                     f"The {name} expires on {ends:%Y-%m-%d}: renew it with"
-                    " `xcal federation join --renew`.",
+                    " `xcal federation join --renew`."
                 )
             ]
-    return [Finding("ok", f"The certificate is valid until {own.not_valid_after_utc:%Y-%m-%d}.")]
+    return [ok(f"The certificate is valid until {own.not_valid_after_utc:%Y-%m-%d}.")]
 
 
 def _site_dir(party: Party) -> list[Finding]:
     try:
         site_dir = SiteDirectory.open(party.site_dir)
     except UserError as error:
-        return [Finding("problem", str(error))]
+        return [problem(str(error))]
     found = check_site(site_dir)
     # A simulated site answers by the number of the local engine's client that it stands for.
     if not site_dir.about.simulated and site_dir.about.client != party.about.name:
         found.append(
-            Finding(
-                "problem",
+            problem(
                 f"{party.site_dir / 'site.toml'} says client ="
                 f" {site_dir.about.client!r}: the server asks for"
-                f" {party.about.name!r}, so every request would be refused.",
+                f" {party.about.name!r}, so every request would be refused."
             )
         )
     return found
@@ -145,11 +136,11 @@ def _site_dir(party: Party) -> list[Finding]:
 def _server_port(party: Party) -> list[Finding]:
     """Whether the server can listen: the port is free, or this very server holds it."""
     if process.processes(party):
-        return [Finding("ok", "The server is running.")]
+        return [ok("The server is running.")]
     port = party.about.port
     if not process.port_is_free(party):
-        return [Finding("problem", f"Port {port} is in use by another process: free it.")]
-    return [Finding("ok", f"Port {port} is free.")]
+        return [problem(f"Port {port} is in use by another process: free it.")]
+    return [ok(f"Port {port} is free.")]
 
 
 def _members(party: Party, now: datetime.datetime) -> list[Finding]:
@@ -158,24 +149,23 @@ def _members(party: Party, now: datetime.datetime) -> list[Finding]:
         listed = known(party.folder, party.root)
         own = process.own_key(party)
     except (UserError, OSError, ValueError) as error:
-        return [Finding("problem", str(error))]
+        return [problem(str(error))]
     if listed is None:
         return [
-            Finding(
-                "warning",
+            warning(
                 "There is no list of members, so no revoked key is refused: have the coordinator"
-                " approve somebody, and take the list with `xcal federation members`.",
+                " approve somebody, and take the list with `xcal federation members`."
             )
         ]
     found = []
     if own in listed.revoked:
-        found.append(Finding("problem", f"The own key {own} was revoked: ask the coordinator."))
+        found.append(problem(f"The own key {own} was revoked: ask the coordinator."))
     for entry in listed.entries:
         if entry.event in ("approved", "renewed"):
             continue
         if now - datetime.datetime.fromisoformat(entry.time) < SOON:
-            found.append(Finding("warning", entry.text()))
-    return found or [Finding("ok", f"The list of members has {len(listed.entries)} entries.")]
+            found.append(warning(entry.text()))
+    return found or [ok(f"The list of members has {len(listed.entries)} entries.")]
 
 
 def _reach(party: Party, certificates_sound: bool) -> list[Finding]:
@@ -184,28 +174,20 @@ def _reach(party: Party, certificates_sound: bool) -> list[Finding]:
     try:
         socket.getaddrinfo(host, port)
     except OSError:
-        return [Finding("problem", f"The server's name {host} is not known here: check DNS.")]
+        return [problem(f"The server's name {host} is not known here: check DNS.")]
     if not certificates_sound:
         return []
     try:
         handshake(host, port, party.root, party.certificate, party.key)
     except ConnectionRefusedError:
-        return [Finding("warning", f"Nobody listens on {host}:{port} yet: is the server started?")]
+        return [warning(f"Nobody listens on {host}:{port} yet: is the server started?")]
     except TimeoutError:
-        return [
-            Finding("problem", f"{host}:{port} does not answer: does a firewall stand between?")
-        ]
+        return [problem(f"{host}:{port} does not answer: does a firewall stand between?")]
     except ssl.SSLCertVerificationError:
-        return [
-            Finding(
-                "problem", f"The server at {host}:{port} has no certificate of this federation."
-            )
-        ]
+        return [problem(f"The server at {host}:{port} has no certificate of this federation.")]
     except (ssl.SSLError, OSError):
-        return [
-            Finding("problem", f"The server at {host}:{port} does not accept this certificate.")
-        ]
-    return [Finding("ok", f"The server at {host}:{port} accepts this certificate.")]
+        return [problem(f"The server at {host}:{port} does not accept this certificate.")]
+    return [ok(f"The server at {host}:{port} accepts this certificate.")]
 
 
 def handshake(

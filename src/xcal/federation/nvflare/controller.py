@@ -21,7 +21,7 @@ from xcal.federation.known_heads import FILE as HEADS
 from xcal.federation.local import run_experiment
 from xcal.federation.logbook import note
 from xcal.federation.nvflare.flare_carrier import FlareCarrier, Stopped
-from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name
+from xcal.federation.nvflare.jobs import RESULTS, STATUS_TOPIC, check_run_name, set_keys
 from xcal.federation.setup import Federation, prepare_remote, settled
 from xcal.federation.surveys import EVALUATIONS, STATISTICS, statistics_of, tell_final
 
@@ -135,7 +135,7 @@ class XcalController(ModelController):
         stored = folder.path / "sites.json"
         sites = read_json(stored) if stored.exists() else self._sites
         changes = {key: value for key, value in self._changes.items() if value is not None}
-        experiment = make_experiment({**_given(folder), **changes}, "the job")
+        experiment = make_experiment({**set_keys(folder.experiment), **changes}, "the job")
         if experiment.round_timeout is None or experiment.quorum is None:
             raise UserError("A federation's run needs a quorum and a round_timeout.")
         self._reach(sites)
@@ -178,10 +178,6 @@ class XcalController(ModelController):
     ) -> None:
         """An answer that came too late: the site keeps it, and gives it when asked again."""
         self._carrier.too_late(str(client.name))
-
-
-def _given(folder: RunFolder) -> dict[str, Any]:
-    return {k: v for k, v in folder.experiment.resolved().items() if v is not None}
 
 
 def _know_who_came_back(engine: Any) -> None:

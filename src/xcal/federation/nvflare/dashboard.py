@@ -9,7 +9,7 @@ from typing import Any
 
 from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
-from xcal.federation.clinicians_page import HEAD, WIDE, safe, table_html
+from xcal.federation.clinicians_page import number, page_html, safe, table_html
 from xcal.federation.loopback import Page
 from xcal.federation.nvflare.jobs import Lead
 from xcal.federation.nvflare.observe import RunState, Snapshot, of_lead
@@ -23,7 +23,7 @@ _STYLE = (
     "color:#111;background:#fff}table{border-collapse:collapse;margin:.5rem 0 1.5rem;width:100%}"
     "th,td{border:1px solid #999;padding:.25rem .6rem;text-align:left;vertical-align:top}"
     ".bad{color:#a00;font-weight:600}svg{max-width:100%;border:1px solid #ccc}"
-    "nav a{margin-right:1rem}figure{margin:1rem 0}" + WIDE
+    "nav a{margin-right:1rem}figure{margin:1rem 0}"
 )
 
 
@@ -74,13 +74,8 @@ def page(
         parts += [_sites(snapshot, run), _runs(snapshot.runs)]
         if run is not None:
             parts += _run(run)
-    return (
-        "<!doctype html>\n<html lang=en><head>"
-        f"{HEAD}"
-        f"<meta http-equiv=refresh content={max(1, round(every))}>"
-        f"<title>{safe(name)}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    again = f"<meta http-equiv=refresh content={max(1, round(every))}>"
+    return page_html(name, _STYLE, parts, again)
 
 
 def _sites(snapshot: Snapshot, run: RunState | None) -> str:
@@ -126,7 +121,7 @@ def _runs(runs: Sequence[RunState]) -> str:
     for run in reversed(runs):
         f1 = run.rounds[-1].get("validation_macro_f1") if run.rounds else None
         done = f"{run.done}/{run.total}" if run.total else str(run.done)
-        rows.append([run.name, run.state, done, "–" if f1 is None else f"{f1:.3f}"])
+        rows.append([run.name, run.state, done, number(f1)])
     listed = table_html(["run", "state", "rounds", "public macro F1"], rows)
     return f"<h2>Runs</h2><nav>{links}</nav>{listed}" if runs else "<p>No runs yet.</p>"
 
@@ -161,7 +156,7 @@ def _run(run: RunState) -> list[str]:
                 (
                     [
                         site,
-                        *(_short(v[k]) for k in ("macro_f1", "accuracy", "calibration_error")),
+                        *(number(v[k]) for k in ("macro_f1", "accuracy", "calibration_error")),
                         f"({v['epsilon']:g}, {v['delta']:g})",
                     ]
                     for site, v in sent.items()
@@ -192,10 +187,6 @@ def _exact(site: str, told: Mapping[str, Any]) -> list[str]:
         f"<p>{safe(text)}</p>",
         table_html(["is", *(f"called {name}" for name in classes)], rows),
     ]
-
-
-def _short(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
 
 
 def _curve(points: Sequence[tuple[int, float]], title: str) -> str:

@@ -16,8 +16,8 @@ from nvflare.apis.shareable import Shareable
 
 from xcal.errors import UserError
 from xcal.federation.nvflare.executor import MEMBERS, MESSAGE, TASK
-from xcal.federation.nvflare.lost import Lost, lost_in
 from xcal.federation.nvflare.members import FILE, Members
+from xcal.federation.nvflare.rejoin import Lost, lost_in
 from xcal.federation.waiting import Waiting, listed
 
 ASK_AGAIN = 5.0  # seconds until a site is asked anew whose question FLARE dropped

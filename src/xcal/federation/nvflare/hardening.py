@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from xcal.federation.files import read_json, write_bytes
-from xcal.federation.nvflare.parties import Party, json_text
+from xcal.federation.files import read_json, write_json
+from xcal.federation.nvflare.parties import Party
 
 EXECUTOR = "xcal.federation.nvflare.executor.XcalExecutor"
 CONTROLLER = "xcal.federation.nvflare.controller.XcalController"
@@ -31,19 +31,21 @@ def authorization(role: str) -> dict[str, Any]:
     silent = {"submit_job": "none", "manage_job": "none", "download_job": "none", **watch}
     own = "n:submitter"
     lead = {"submit_job": "any", "manage_job": own, "download_job": own, **watch}
-    return {
-        "format_version": "1.0",
-        "permissions": {
-            "project_admin": {**nothing, **silent},
-            "org_admin": {**nothing, **silent},
-            "lead": {**nothing, **lead},
-            "member": {**nothing, **silent},
-        },
-    }
+    rights = {who: {**nothing, **(lead if who == "lead" else silent)} for who in ROLES}
+    return {"format_version": "1.0", "permissions": rights}
+
+
+def _part(name: str, path: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
+    part: dict[str, Any] = {"id": name, "path": f"nvflare.{path}"}
+    return part if args is None else {**part, "args": args}
 
 
 def site_resources() -> dict[str, Any]:
     """A site's `resources.json`: exactly our executor, no log streaming."""
+    none = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
+    manager = "app_common.resource_managers.gpu_resource_manager.GPUResourceManager"
+    consumer = "app_common.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
+    launcher = "app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher"
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
@@ -51,31 +53,21 @@ def site_resources() -> dict[str, Any]:
         "allow_log_streaming": False,
         "client": {"retry_timeout": 30, "compression": "Gzip"},
         "components": [
-            {
-                "id": "resource_manager",
-                "path": "nvflare.app_common.resource_managers.gpu_resource_manager"
-                ".GPUResourceManager",
-                "args": {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300},
-            },
-            {
-                "id": "resource_consumer",
-                "path": "nvflare.app_common.resource_consumers.gpu_resource_consumer"
-                ".GPUResourceConsumer",
-                "args": {},
-            },
-            {
-                "id": "process_launcher",
-                "path": "nvflare.app_common.job_launcher.client_process_launcher"
-                ".ClientProcessJobLauncher",
-                "args": {},
-            },
+            _part("resource_manager", manager, none),
+            _part("resource_consumer", consumer, {}),
+            _part("process_launcher", launcher, {}),
         ],
     }
 
 
 def server_resources(store: Path) -> dict[str, Any]:
     """The server's `resources.json`: exactly our controller; jobs are kept under `store`."""
-    storage = "nvflare.app_common.storages.filesystem_storage.FilesystemStorage"
+    storage = "app_common.storages.filesystem_storage.FilesystemStorage"
+    persistor = "app_common.state_persistors.storage_state_persistor.StorageStatePersistor"
+    scheduler = "app_common.job_schedulers.job_scheduler.DefaultJobScheduler"
+    launcher = "app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher"
+    snapshots = {"root_dir": str(store / "snapshots"), "uri_root": "/"}
+    jobs = {"uri_root": str(store / "jobs"), "job_store_id": "job_store"}
     return {
         "format_version": 2,
         "class_list_enforcement_mode": "enforce",
@@ -90,36 +82,34 @@ def server_resources(store: Path) -> dict[str, Any]:
             }
         ],
         "snapshot_persistor": {
-            "path": "nvflare.app_common.state_persistors.storage_state_persistor"
-            ".StorageStatePersistor",
+            "path": f"nvflare.{persistor}",
             "args": {
                 "uri_root": "/",
-                "storage": {
-                    "path": storage,
-                    "args": {"root_dir": str(store / "snapshots"), "uri_root": "/"},
-                },
+                "storage": {"path": f"nvflare.{storage}", "args": snapshots},
             },
         },
         "components": [
-            {
-                "id": "job_scheduler",
-                "path": "nvflare.app_common.job_schedulers.job_scheduler.DefaultJobScheduler",
-                "args": {"max_jobs": 1, "min_schedule_interval": 0.5},
-            },
-            {
-                "id": "job_manager",
-                "path": "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
-                "args": {"uri_root": str(store / "jobs"), "job_store_id": "job_store"},
-            },
-            {"id": "job_store", "path": storage},
-            {
-                "id": "process_launcher",
-                "path": "nvflare.app_common.job_launcher.server_process_launcher"
-                ".ServerProcessJobLauncher",
-                "args": {},
-            },
+            _part("job_scheduler", scheduler, {"max_jobs": 1, "min_schedule_interval": 0.5}),
+            _part("job_manager", "apis.impl.job_def_manager.SimpleJobDefManager", jobs),
+            _part("job_store", storage),
+            _part("process_launcher", launcher, {}),
         ],
     }
+
+
+def _resources_of(party: Party) -> dict[str, Any]:
+    if party.about.role == "server":
+        return server_resources(party.folder / "store")
+    if party.about.role == "site":
+        return site_resources()
+    admin = {
+        "idle_timeout": 900.0,
+        "login_timeout": 10.0,
+        "with_debug": False,
+        "authenticate_msg_timeout": 2.0,
+        "prompt": "> ",
+    }
+    return {"format_version": 1, "admin": admin}
 
 
 def remove_scripts(startup: Path) -> None:
@@ -139,23 +129,8 @@ def harden(party: Party) -> None:
             stock.unlink()
     role = party.about.role
     if role in ("server", "site"):
-        write_bytes(local / "authorization.json", json_text(authorization(role)).encode())
-        resources = (
-            server_resources(party.folder / "store") if role == "server" else site_resources()
-        )
-        write_bytes(local / "resources.json", json_text(resources).encode())
-    else:
-        admin = {
-            "idle_timeout": 900.0,
-            "login_timeout": 10.0,
-            "with_debug": False,
-            "authenticate_msg_timeout": 2.0,
-            "prompt": "> ",
-        }
-        write_bytes(
-            local / "resources.json",
-            json_text({"format_version": 1, "admin": admin}).encode(),
-        )
+        write_json(local / "authorization.json", authorization(role))
+    write_json(local / "resources.json", _resources_of(party))
     party.key.chmod(0o600)
 
 
@@ -221,12 +196,7 @@ def _resources(path: Path, party: Party) -> list[str]:
         found.append(f"{path} allows other classes than {ours}: name exactly this one.")
     if values.get("allow_log_streaming") is not False:
         found.append(f"{path} lets logs go to the server: set allow_log_streaming to false.")
-    expected = (
-        server_resources(party.folder / "store")
-        if party.about.role == "server"
-        else site_resources()
-    )
-    known = {part["path"] for part in expected["components"]}
+    known = {part["path"] for part in _resources_of(party)["components"]}
     for part in values.get("components", []):
         if part.get("path") not in known:
             found.append(f"{path} starts {part.get('path')}, which training does not need.")

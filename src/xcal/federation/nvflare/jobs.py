@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xcal.config import read_toml
+from xcal.config import Experiment, read_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes
+from xcal.federation.files import read_json, write_json
 from xcal.federation.logbook import LOG, note
 from xcal.federation.nvflare.hardening import CONTROLLER, EXECUTOR
-from xcal.federation.nvflare.parties import Party, json_text
+from xcal.federation.nvflare.parties import Party
 from xcal.federation.nvflare.provision import require_nvflare
 from xcal.federation.surveys import EVALUATIONS
 
@@ -37,6 +37,11 @@ def check_run_name(name: str) -> str:
     if not RUN_NAME.fullmatch(name):
         raise UserError(f"{name!r} is not a valid run name: letters, digits, - and _, at most 60.")
     return name
+
+
+def set_keys(experiment: Experiment) -> dict[str, Any]:
+    """An experiment as a job carries it: JSON has no word for a key that is not set."""
+    return {k: v for k, v in experiment.resolved().items() if v is not None}
 
 
 def write_job(folder: Path, run: str, settings: Mapping[str, Any], sites: int) -> Path:
@@ -65,9 +70,9 @@ def write_job(folder: Path, run: str, settings: Mapping[str, Any], sites: int) -
         "task_result_filters": [],
         "components": [],
     }
-    write_bytes(folder / "meta.json", json_text(meta).encode())
-    write_bytes(config / "config_fed_server.json", json_text(server).encode())
-    write_bytes(config / "config_fed_client.json", json_text(client).encode())
+    write_json(folder / "meta.json", meta)
+    write_json(config / "config_fed_server.json", server)
+    write_json(config / "config_fed_client.json", client)
     return folder
 
 

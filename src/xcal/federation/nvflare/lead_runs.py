@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from xcal.dp.calibration import check_target
-from xcal.dp.ledger.analysis import spent_text
 from xcal.errors import UserError
 from xcal.experiments import load_experiment
-from xcal.federation.events import EventFile
+from xcal.federation.coordinator import round_line
 from xcal.federation.files import read_json
+from xcal.federation.loggers import EventFile
 from xcal.federation.nvflare.jobs import (
     Job,
     Lead,
     ServerSilent,
     check_run_name,
+    set_keys,
     state_words,
     write_job,
 )
@@ -79,14 +80,8 @@ def submit(
                 f"The run {run!r} exists already: choose another --name, or go on with it by"
                 f" `xcal federation resume {run}`."
             )
-        _enough(session, wanted)
-        settings = {
-            "experiment": {k: v for k, v in made.resolved().items() if v is not None},
-            "given": sorted(given),
-            "sites": named,
-        }
-        folder = write_job(party.folder / "jobs" / run, run, settings, wanted)
-        return run, session.submit(folder)
+        settings = {"experiment": set_keys(made), "given": sorted(given), "sites": named}
+        return run, _send(session, party, run, settings, wanted)
 
 
 def statistics(
@@ -111,13 +106,12 @@ def statistics(
     with Lead.session(party) as session:
         if session.jobs(run):
             raise UserError(f"The name {run!r} is taken: choose another --name.")
-        _enough(session, 1)
         settings = {
-            "experiment": {k: v for k, v in made.resolved().items() if v is not None},
+            "experiment": set_keys(made),
             "sites": {site: site for site in sites},
             "statistics": list(target),
         }
-        session.submit(write_job(party.folder / "jobs" / run, run, settings, 1))
+        _send(session, party, run, settings, 1)
         deadline = time.monotonic() + patience + 10 * ENDING
         while session.last(run).running:
             if time.monotonic() > deadline:
@@ -152,14 +146,12 @@ def resume(lead: Path, run: str, quorum: int | None, timeout: float | None) -> s
                 session.give_up(job)
         known = party.folder / "jobs" / run / "meta.json"
         wanted = quorum or (read_json(known)["min_clients"] if known.exists() else 1)
-        _enough(session, wanted)
         settings: dict[str, Any] = {"resume": True, "sites": {}}  # the server knows them
         if quorum is not None:
             settings["quorum"] = quorum
         if timeout is not None:
             settings["timeout"] = timeout
-        folder = write_job(party.folder / "jobs" / run, run, settings, wanted)
-        return session.submit(folder)
+        return _send(session, party, run, settings, wanted)
 
 
 def stop(lead: Path, run: str) -> None:
@@ -221,13 +213,15 @@ class TooFewSites(UserError):
     """Fewer sites are connected than a run needs."""
 
 
-def _enough(session: Lead, wanted: int) -> None:
+def _send(session: Lead, party: Party, run: str, settings: dict[str, Any], wanted: int) -> str:
+    """Submit a job, once as many sites are connected as it wants; FLARE's id of it."""
     there = session.connected()
     if len(there) < wanted:
         raise TooFewSites(
             f"{len(there)} sites are connected ({', '.join(there) or 'none'}), {wanted} are needed:"
             " wait for them, or lower --quorum."
         )
+    return session.submit(write_job(party.folder / "jobs" / run, run, settings, wanted))
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -327,27 +321,3 @@ def look(lead: Path, run: str | None, events: Path | None = None) -> Iterator[Lo
     finally:
         if file is not None:
             file.close()
-
-
-def round_line(record: dict[str, Any], total: int | None) -> str:
-    """One round in one line: public measurements and what the sites released."""
-    parts = [f"round {record['round'] + 1}" + (f"/{total}" if total else "")]
-    parts.append(f"{record['answered']} answered")
-    if record.get("validation_macro_f1") is not None:
-        parts.append(f"macro F1 {record['validation_macro_f1']:.3f}")
-    if record.get("road_validation") is not None:
-        parts.append(f"ROAD {record['road_validation']:+.3f}")
-    for client in record.get("clients", []):
-        epsilon, share = client.get("epsilon_spent"), client.get("share_spent")
-        if epsilon is not None or share is not None:
-            parts.append(f"{client['client']} spent {spent_text(epsilon, share)}")
-    for kind in ("missing", "exhausted"):
-        if record.get(kind):
-            parts.append(f"{kind}: {', '.join(record[kind])}")
-    versions = record.get("versions", {})
-    for client, code in record.get("refused", {}).items():
-        told = (
-            f": server {versions['server']}, site {versions[client]}" if client in versions else ""
-        )
-        parts.append(f"{client} refused ({code}{told})")
-    return ", ".join(parts)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -27,7 +27,6 @@ from xcal.federation.files import write_bytes
 FILE = "members.json"
 MAX_BYTES = 4 << 20
 Event = Literal["approved", "renewed", "overridden", "revoked"]
-EVENTS = ("approved", "renewed", "overridden", "revoked")
 
 
 def fingerprint_of_key(public_key: Any) -> str:
@@ -140,7 +139,7 @@ class Members:
                 raise problem
             names = {f.name for f in fields(Entry)}
             entries = tuple(Entry(**{k: str(e[k]) for k in names}) for e in values["entries"])  # type: ignore[arg-type]
-            if any(e.event not in EVENTS for e in entries):
+            if any(e.event not in get_args(Event) for e in entries):
                 raise problem
             return Members(str(values["federation"]), entries)
         except (OSError, ValueError, KeyError, TypeError):

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
-from xcal.config import nearest, to_toml
+from xcal.config import read_toml, to_toml
 from xcal.errors import UserError
-from xcal.federation.files import read_json, write_bytes, write_json
+from xcal.federation.files import (
+    check_unused,
+    own_folder,
+    read_json,
+    read_table,
+    write_bytes,
+    write_json,
+)
 
 Role = Literal["server", "site", "lead", "viewer"]
 
@@ -24,30 +38,39 @@ _HOST = re.compile(
 _PERSON = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\.[A-Za-z]{2,}")
 
 
+def _like(told: str, *patterns: re.Pattern[str]) -> AfterValidator:
+    def check(value: str) -> str:
+        if not any(pattern.fullmatch(value) for pattern in patterns):
+            raise ValueError(told)
+        return value
+
+    return AfterValidator(check)
+
+
+Plain = Annotated[str, _like("letters, digits, - and _ only", _SITE)]
+Host = Annotated[str, _like("a host name without scheme and port", _HOST)]
+Person = Annotated[str, _like("an address such as lead@hospital.example", _PERSON)]
+
+
 class FederationFile(BaseModel):
     """FEDERATION.toml: what the coordinator decides once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(description="the federation's name")
-    server: str = Field("localhost", description="host name under which the sites reach the server")
+    name: Plain = Field(description="the federation's name")
+    server: Host = Field(
+        "localhost", description="host name under which the sites reach the server"
+    )
     port: Annotated[int, Field(ge=1024, le=65535)] = Field(8002, description="the server's port")
     sites: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         description="names of the hospitals"
     )
-    lead: str = Field("lead@federation.example", description="who may submit, as an address")
-    viewers: tuple[str, ...] = Field((), description="who may look and not submit, as addresses")
-    organization: str = Field("coordinator", description="the coordinator's organization")
+    lead: Person = Field("lead@federation.example", description="who may submit, as an address")
+    viewers: tuple[Person, ...] = Field((), description="who may look and not submit, as addresses")
+    organization: Plain = Field("coordinator", description="the coordinator's organization")
     certificate_days: Annotated[int, Field(ge=1, le=1095)] = Field(
         360, description="how long a certificate lasts"
     )
-
-    @field_validator("name", "organization")
-    @classmethod
-    def _plain(cls, value: str) -> str:
-        if not _SITE.fullmatch(value):
-            raise ValueError("letters, digits, - and _ only")
-        return value
 
     @field_validator("sites")
     @classmethod
@@ -61,71 +84,24 @@ class FederationFile(BaseModel):
             raise ValueError("a name stands twice")
         return values
 
-    @field_validator("server")
-    @classmethod
-    def _host(cls, value: str) -> str:
-        if not _HOST.fullmatch(value):
-            raise ValueError("a host name without scheme and port")
-        return value
-
-    @field_validator("lead")
-    @classmethod
-    def _lead(cls, value: str) -> str:
-        if not _PERSON.fullmatch(value):
-            raise ValueError("an address such as lead@hospital.example")
-        return value
-
-    @field_validator("viewers")
-    @classmethod
-    def _viewers(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        for value in values:
-            if not _PERSON.fullmatch(value):
-                raise ValueError("addresses such as auditor@hospital.example")
-        return values
-
 
 def read_federation(path: Path) -> FederationFile:
     """The coordinator's file, checked; the first problem becomes one sentence."""
-    values = _read_toml(path, "federation file")
-    known = tuple(FederationFile.model_fields)
-    for key in values:
-        if key not in known:
-            raise UserError(f"Unknown key {key!r} in {path}.{nearest(key, known)}")
-    try:
-        return FederationFile(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        about = FederationFile.model_fields[key].description
-        if first["type"] == "missing":
-            raise UserError(f"{path} does not say {key} ({about}).") from None
-        what = first["msg"].removeprefix("Value error, ")
-        raise UserError(
-            f"{key} = {values.get(key)!r} in {path} is not accepted: {what} ({about})."
-        ) from None
-
-
-def _read_toml(path: Path, what: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no {what} {path}: check the path.") from None
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"The {what} {path} cannot be read as text.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"The {what} {path} is not valid TOML: {error}.") from None
+    return read_table(FederationFile, path, "federation file", "check the path")
 
 
 @dataclass(frozen=True)
 class Invitation:
     """What a party must know before it makes its key: public, but its fingerprint is compared."""
 
-    federation: str
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    federation: Plain
     role: Role
-    name: str
+    name: Annotated[str, _like("a name", _SITE, _PERSON, _HOST)]
     organization: str
-    server: str
-    port: int
+    server: Host
+    port: StrictInt
     fingerprint: str  # of the federation's root certificate
 
     def write(self, path: Path) -> None:
@@ -137,26 +113,10 @@ class Invitation:
 
     @staticmethod
     def read(path: Path) -> Invitation:
-        values = _read_toml(path, "invitation")
         try:
-            found = Invitation(**values)
-        except TypeError:
+            return TypeAdapter(Invitation).validate_python(read_toml(path, "invitation"))
+        except ValidationError:
             raise UserError(f"{path} is not an invitation: ask the coordinator for it.") from None
-        sound = (
-            found.role in ("server", "site", "lead", "viewer")
-            and isinstance(found.port, int)
-            and all(isinstance(v, str) for k, v in asdict(found).items() if k != "port")
-            and _SITE.fullmatch(found.federation) is not None
-            and _HOST.fullmatch(found.server) is not None
-            and (
-                _SITE.fullmatch(found.name)
-                or _PERSON.fullmatch(found.name)
-                or _HOST.fullmatch(found.name)
-            )
-        )
-        if not sound:
-            raise UserError(f"{path} is not an invitation: ask the coordinator for it.")
-        return found
 
 
 @dataclass(frozen=True)
@@ -171,13 +131,8 @@ class Party:
 
     @staticmethod
     def create(folder: Path, about: Invitation) -> Party:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is in use already: choose another folder.")
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be created: {error.strerror}.") from error
+        check_unused(folder)
+        own_folder(folder)
         write_json(folder / "party.json", asdict(about))
         return Party(folder, about)
 
@@ -262,7 +217,3 @@ def site_dir_in(folder: Path) -> Path:
 def organization_of(name: str) -> str:
     """FLARE's organisations know letters, digits and _ only."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
-
-
-def json_text(value: Any) -> str:
-    return json.dumps(value, indent=2) + "\n"

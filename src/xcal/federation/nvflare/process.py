@@ -138,14 +138,6 @@ def stop(party: Party, *, patience: float = 10.0) -> int:
     return len(ending)
 
 
-def kill(party: Party) -> int:
-    """End the party's processes at once, as a power cut would."""
-    ending = processes(party)
-    for pid in ending:
-        _send(pid, signal.SIGKILL)
-    return len(ending)
-
-
 def _send(pid: int, what: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, what)

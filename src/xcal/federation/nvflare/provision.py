@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 
 from xcal.errors import UserError, how_to_install
-from xcal.federation.files import write_bytes
+from xcal.federation.files import check_unused, own_folder, write_bytes, write_json
 from xcal.federation.nvflare import members
 from xcal.federation.nvflare.hardening import harden, remove_scripts
 from xcal.federation.nvflare.members import Members, canonical, fingerprint_of_key, sign, signed_by
@@ -34,19 +36,17 @@ from xcal.federation.nvflare.parties import (
     Invitation,
     Party,
     Role,
-    json_text,
     organization_of,
     read_federation,
 )
 
 VERSION = "2.9.0"
-_PARTY_KIND = {"server": "server", "site": "client", "lead": "admin", "viewer": "admin"}
-_PARTY_ROLE = {"lead": "lead", "viewer": "member"}
-_REQUEST_KIND = {
-    "server": ("server", "server"),
-    "site": ("site", "client"),
-    "lead": ("user", "lead"),
-    "viewer": ("user", "member"),
+# What FLARE calls a role: among its participants, in a request, and in the certificate.
+_CALLED = {
+    "server": ("server", "server", "server"),
+    "site": ("client", "site", "client"),
+    "lead": ("admin", "user", "lead"),
+    "viewer": ("admin", "user", "member"),
 }
 STATEMENT = "xcal.json"  # in a request: for which federation it was made, signed by its key
 
@@ -95,16 +95,24 @@ def key_fingerprint(request: Path) -> str:
     return fingerprint_of_key(_csr(request)[1].public_key())
 
 
-def _csr(request: Path) -> tuple[bytes, x509.CertificateSigningRequest]:
+@contextmanager
+def _archive(path: Path, otherwise: str) -> Iterator[zipfile.ZipFile]:
+    """A request or an answer; what is wrong with it or in it is one sentence."""
     try:
-        with zipfile.ZipFile(request) as archive:
-            names = [n for n in archive.namelist() if n.endswith(".csr")]
-            data = _member(archive, names[0])
-            return data, x509.load_pem_x509_csr(data)
-    except FileNotFoundError:
-        raise UserError(f"There is not a request {request}: check the path.") from None
-    except (OSError, ValueError, IndexError, zipfile.BadZipFile):
-        raise UserError(f"{request} is not a request: ask the site to send it again.") from None
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
+        raise UserError(otherwise) from None
+
+
+def _csr(request: Path) -> tuple[bytes, x509.CertificateSigningRequest]:
+    if not request.exists():
+        raise UserError(f"There is not a request {request}: check the path.")
+    otherwise = f"{request} is not a request: ask the site to send it again."
+    with _archive(request, otherwise) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".csr")]
+        data = _member(archive, names[0])
+        return data, x509.load_pem_x509_csr(data)
 
 
 def _member(archive: zipfile.ZipFile, name: str, limit: int = 100_000) -> bytes:
@@ -176,12 +184,9 @@ class Coordinator:
         made = Members(self.about.name)
         for path in sorted((self.folder / "approved").glob("*.signed.zip")):
             name = path.name.removesuffix(".signed.zip")
-            try:
-                with zipfile.ZipFile(path) as archive:
-                    pem = _member(archive, f"{name}.crt")
+            with _archive(path, f"{path} cannot be read: whose key was approved?") as archive:
+                pem = _member(archive, f"{name}.crt")
                 key = fingerprint_of_key(x509.load_pem_x509_certificate(pem).public_key())
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-                raise UserError(f"{path} cannot be read: whose key was approved?") from None
             made = made.with_entry("approved", name, self.role_of(name) or "?", key)
         return made
 
@@ -208,13 +213,9 @@ def init(source: Path, folder: Path) -> Coordinator:
     """Make the CA and the invitations, and the coordinator's own two parties: server and lead."""
     about = read_federation(source)
     require_nvflare()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is in use already: choose another folder.")
-    if any(c.isspace() for c in str(folder.resolve())):
-        raise UserError(f"{folder.resolve()} contains a space, which FLARE cannot take.")
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
-    folder = folder.resolve()
+    folder = _without_spaces(folder)
+    check_unused(folder)
+    own_folder(folder)
     write_bytes(folder / "federation.toml", source.read_bytes())
     profile = {
         "name": about.name,
@@ -226,16 +227,9 @@ def init(source: Path, folder: Path) -> Coordinator:
             "admin_port": about.port,
         },
     }
-    write_bytes(folder / "profile.yaml", json_text(profile).encode())  # JSON is YAML
-    _nvflare(
-        folder / "records",
-        "cert",
-        "init",
-        "--profile",
-        str(folder / "profile.yaml"),
-        "-o",
-        str(folder / "ca"),
-    )
+    write_json(folder / "profile.yaml", profile)  # JSON is YAML
+    words = ["--profile", str(folder / "profile.yaml"), "-o", str(folder / "ca")]
+    _nvflare(folder / "records", "cert", "init", *words)
     (folder / "ca" / "rootCA.key").chmod(0o600)
     (folder / "ca").chmod(0o700)
     made = Coordinator(folder, about)
@@ -275,7 +269,7 @@ def approve(
     role = coordinator.role_of(name)
     if role is None:
         raise UserError(f"{request} comes from {name!r}, whom this federation did not invite.")
-    kind, kit = _REQUEST_KIND[role]
+    _, kind, kit = _CALLED[role]
     if wanted.get("kind") != kind or wanted.get("cert_type") not in (kit, None):
         raise UserError(f"{request} asks for another role than {name} was invited for: refused.")
     renewal = _check_origin(coordinator, request, name)
@@ -344,16 +338,14 @@ def revoke(coordinator: Coordinator, name: str, reason: str) -> list[str]:
 def _check_origin(coordinator: Coordinator, request: Path, name: str) -> str | None:
     """Refuse a request made for another federation; returns the key that signed a renewal."""
     csr, new = _csr(request)
-    try:
-        with zipfile.ZipFile(request) as archive:
-            given = json.loads(_member(archive, STATEMENT))
+    otherwise = (
+        f"{request} does not say for which federation it was made: have it made again with"
+        " `xcal federation join`."
+    )
+    with _archive(request, otherwise) as archive:
+        given = json.loads(_member(archive, STATEMENT))
         said, signature, old = given["statement"], given["signature"], given.get("old")
         of = said["root"]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        raise UserError(
-            f"{request} does not say for which federation it was made: have it made again with"
-            " `xcal federation join`."
-        ) from None
     if of != coordinator.fingerprint or said.get("federation") != coordinator.about.name:
         raise UserError(f"{request} was made for another federation ({of}): refused.")
     content = canonical(said)
@@ -386,26 +378,29 @@ def _copy_without(source: Path, target: Path, left_out: str) -> None:
 
 def _requested(request: Path) -> dict[str, object]:
     key_fingerprint(request)  # refuses what is not a request
-    try:
-        with zipfile.ZipFile(request) as archive:
-            found = json.loads(_member(archive, "request.json"))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{request} is not a request: ask the site to send it again.")
-    return found
+    otherwise = f"{request} is not a request: ask the site to send it again."
+    with _archive(request, otherwise) as archive:
+        found = json.loads(_member(archive, "request.json"))
+        if not isinstance(found, dict):
+            raise UserError(otherwise)
+        return found
 
 
 # --- every party ----------------------------------------------------------------------------------
 
 
+def _without_spaces(folder: Path) -> Path:
+    """Its whole path, refused where FLARE's tools would stumble over it."""
+    whole = folder.resolve()
+    if any(c.isspace() for c in str(whole)):
+        raise UserError(f"{whole} contains a space, which FLARE cannot take.")
+    return whole
+
+
 def join(invitation: Invitation, folder: Path) -> Party:
     """Make a key and a request in a new folder; the key never leaves it."""
     require_nvflare()
-    if any(c.isspace() for c in str(folder.resolve())):
-        raise UserError(f"{folder.resolve()} contains a space, which FLARE cannot take.")
-    party = Party.create(folder, invitation)
-    party = Party(party.folder.resolve(), invitation)
+    party = Party.create(_without_spaces(folder), invitation)
     _request(party)
     return party
 
@@ -420,29 +415,17 @@ def renew(party: Party) -> Party:
 
 def _request(party: Party, *, renewal: bool = False) -> None:
     about = party.about
-    person: dict[str, object] = {
-        "name": about.name,
-        "type": _PARTY_KIND[about.role],
-        "org": about.organization,
-    }
-    if about.role in _PARTY_ROLE:
-        person["role"] = _PARTY_ROLE[about.role]
+    kind, asked, certified = _CALLED[about.role]
+    person: dict[str, object] = {"name": about.name, "type": kind, "org": about.organization}
+    if asked == "user":
+        person["role"] = certified
     if about.role == "server":
         person |= {"fed_learn_port": about.port, "admin_port": about.port}
     definition = party.folder / "records" / "party.yaml"
     definition.parent.mkdir(exist_ok=True, mode=0o700)
-    write_bytes(
-        definition, json_text({"name": about.federation, "participants": [person]}).encode()
-    )
-    _nvflare(
-        party.folder / "records",
-        "cert",
-        "request",
-        "-p",
-        str(definition),
-        "--out",
-        str(party.request_folder),
-    )
+    write_json(definition, {"name": about.federation, "participants": [person]})
+    words = ["-p", str(definition), "--out", str(party.request_folder)]
+    _nvflare(party.folder / "records", "cert", "request", *words)
     (key,) = party.request_folder.glob("*.key")
     key.chmod(0o600)
     csr, _ = _csr(party.request_file)
@@ -459,7 +442,7 @@ def _request(party: Party, *, renewal: bool = False) -> None:
             "signature": sign(party.key, canonical(said)),
         }
     with zipfile.ZipFile(party.request_file, "a") as archive:
-        archive.writestr(STATEMENT, json_text(given))
+        archive.writestr(STATEMENT, json.dumps(given, indent=2))
 
 
 def accept(party: Party, signed: Path) -> None:
@@ -470,17 +453,12 @@ def accept(party: Party, signed: Path) -> None:
         raise UserError(
             f"{party.folder} has no open request: make one with `xcal federation join --renew`."
         )
-    try:
-        with zipfile.ZipFile(signed) as archive:
-            root = _member(archive, "rootCA.pem")
-            found = _fingerprint(root)
-            listed = (
-                _member(archive, members.FILE, members.MAX_BYTES)
-                if members.FILE in archive.namelist()
-                else None
-            )
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        raise UserError(f"{signed} is not a coordinator's answer.") from None
+    with _archive(signed, f"{signed} is not a coordinator's answer.") as archive:
+        root = _member(archive, "rootCA.pem")
+        found = _fingerprint(root)
+        listed = None
+        if members.FILE in archive.namelist():
+            listed = _member(archive, members.FILE, members.MAX_BYTES)
     if found != party.about.fingerprint:
         raise UserError(
             f"{signed} comes from another federation than the invitation: its fingerprint is"
@@ -494,17 +472,9 @@ def accept(party: Party, signed: Path) -> None:
         trusted = party.folder / "records" / "rootCA.pem"
         write_bytes(trusted, root)  # its fingerprint is the invitation's
         members.take(party.folder, listed, trusted, str(signed))
-    _nvflare(
-        party.folder / "records",
-        "package",
-        str(plain),
-        "--request-dir",
-        str(party.request_folder),
-        "--fingerprint",
-        party.about.fingerprint,
-        "-w",
-        str(work),
-    )
+    words = ["--request-dir", str(party.request_folder)]
+    words += ["--fingerprint", party.about.fingerprint, "-w", str(work)]
+    _nvflare(party.folder / "records", "package", str(plain), *words)
     made = next(work.glob("*/prod_*/*/startup"), None)
     if made is None:
         raise UserError(f"FLARE made no kit from {signed}: ask the coordinator to approve again.")
