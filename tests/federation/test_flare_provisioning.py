@@ -122,6 +122,25 @@ def test_uninvited_and_other_roles_are_refused(
         provision.approve(coordinator, tmp_path / "x.zip", "")
 
 
+@pytest.mark.parametrize("broken", ["stream", "encrypted"])
+def test_a_request_with_an_unreadable_member_is_refused(
+    coordinator: provision.Coordinator, tmp_path: Path, broken: str
+) -> None:
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("one.csr", b"a certificate signing request " * 50)
+    content = bytearray(path.read_bytes())
+    if broken == "stream":
+        begin = 30 + len("one.csr")  # the member's compressed bytes follow its header
+        content[begin : begin + 8] = b"\xff" * 8
+    else:
+        for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+            content[content.index(header) + flags] |= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(UserError, match="is not a request"):
+        provision.approve(coordinator, path, "")
+
+
 def test_an_answer_of_another_ca_is_refused(
     coordinator: provision.Coordinator, tmp_path: Path
 ) -> None:

@@ -47,6 +47,31 @@ def write_bytes(path: Path, content: bytes, *, sync: bool = True) -> None:
         raise UserError(f"{path} could not be written: {error.strerror}.") from error
 
 
+def write_secret_once(path: Path, secret: bytes) -> None:
+    """Keep a secret for its owner's eyes, unless there is one: of several writers the first wins.
+
+    Raises `OSError`. Whole and on the disk, or not there: never half of it, at any crash.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    try:
+        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(scratch, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not path.exists():
+                os.rename(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
 def check_unused(path: Path, otherwise: str = "") -> None:
     """Refuse a folder that holds something; `otherwise`: what else could be done with it."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from xcal.dp.distributed import DistributedGrid, Words
 from xcal.durable import sync_folder
 from xcal.errors import UserError
+from xcal.federation.files import write_secret_once
 
 KEY, SENT = "mask.key", "masks.sent"
 _PROTOCOL = "xcal masks 1"
@@ -284,15 +285,7 @@ def _own_secret(path: Path) -> X25519PrivateKey:
     """Made at the first use, for its owner's eyes; whole and on the disk, or not there."""
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_name(f"{path.name}.{os.getpid()}")
-            handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(handle, "wb") as file:
-                file.write(X25519PrivateKey.generate().private_bytes_raw())
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.rename(path)
-            sync_folder(path.parent)
+            write_secret_once(path, X25519PrivateKey.generate().private_bytes_raw())
         return X25519PrivateKey.from_private_bytes(path.read_bytes())
     except (OSError, ValueError):
         raise MaskRefusal(f"{path} cannot be used: restore it, or start a new run.") from None

@@ -6,7 +6,6 @@ honest, and each one's public key as `xcal site key` prints it.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -14,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict
 
 from xcal.errors import UserError
-from xcal.federation.files import read_table
+from xcal.federation.files import read_table, write_secret_once
 from xcal.federation.masks import MaskKeys, MaskRefusal, Roster
 
 KEY, ROSTER = "certificate.key", "roster.toml"
@@ -30,11 +29,7 @@ def site_key(site_dir: Path) -> Ed25519PrivateKey:
                 serialization.PrivateFormat.PKCS8,
                 serialization.NoEncryption(),
             )
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(handle, "wb") as file:
-                file.write(made)
-                file.flush()
-                os.fsync(file.fileno())
+            write_secret_once(path, made)
         if path.stat().st_mode & 0o077:
             raise UserError(f"{path} can be read by others: chmod 600 it.")
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)

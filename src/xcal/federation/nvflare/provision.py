@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,13 +96,17 @@ def key_fingerprint(request: Path) -> str:
     return fingerprint_of_key(_csr(request)[1].public_key())
 
 
+# What a damaged or an encrypted member raises.
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, RuntimeError)
+
+
 @contextmanager
 def _archive(path: Path, otherwise: str) -> Iterator[zipfile.ZipFile]:
     """A request or an answer; what is wrong with it or in it is one sentence."""
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile):
+    except (*_UNREADABLE, OSError, ValueError, LookupError, TypeError):
         raise UserError(otherwise) from None
 
 
