@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -76,16 +77,24 @@ def _inner(model: nn.Module) -> tuple[nn.Module, tuple[FixedView, ...]]:
 class FastProbe(nn.Module):
     """Answers as the probe that it was made of does, view by view if asked."""
 
-    def __init__(self, ask: Ask, head: nn.Module, views: Sequence[FixedView]) -> None:
+    def __init__(
+        self, frozen: Sequence[nn.Module], head: nn.Module, views: Sequence[FixedView]
+    ) -> None:
         super().__init__()
         self.head = head
-        self._ask, self._views = ask, tuple(views)
+        self._frozen, self._views = tuple(frozen), tuple(views)
+        self._asks: dict[int, Ask] = {}  # by the side of an image
         if len(views) > 1:
             self.views = self._views
 
     def forward(self, images: Tensor, view: int | None = None) -> Tensor:
         views = self._views if view is None else (self._views[view],)
-        read = torch.stack([self._ask(one.of(images)) for one in views]).mean(0)
+        side = images.shape[2]
+        if side not in self._asks:
+            ask = session(self._frozen, images)
+            assert ask is not None
+            self._asks[side] = ask
+        read = torch.stack([self._asks[side](one.of(images)) for one in views]).mean(0)
         answers: Tensor = self.head(read)
         return answers
 
@@ -96,8 +105,9 @@ def fast_probe(model: nn.Module) -> nn.Module:
     parts = inner.segments() if hasattr(inner, "segments") else []  # type: ignore[operator]
     if not parts or any(trains(part) for part in parts[:-1]):
         return model
-    ask = session(parts[:-1], torch.rand(32, 3, 128, 128))
-    return model if ask is None else FastProbe(ask, parts[-1], views).eval()
+    if find_spec("onnxruntime") is None:
+        return model
+    return FastProbe(parts[:-1], parts[-1], views).eval()
 
 
 def kept_maps(model: nn.Module, images: Tensor) -> Tensor | None:
