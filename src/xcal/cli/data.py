@@ -51,7 +51,7 @@ def import_command(
     ),
 ) -> None:
     """Read a data set as hospitals and Kaggle give it; decoded once, kept for `data=NAME`."""
-    from xcal.data.describe import show_dataset
+    from xcal.data.catalog import show_dataset
     from xcal.data.importing import import_dataset
 
     with LiveProgress(plain_console()) as shown:
@@ -108,7 +108,7 @@ def show_command(
     sheet: Path | None = typer.Option(None, help="Also write a contact sheet to this PNG."),
 ) -> None:
     """Show counts per split, class and group, sizes, license; and a contact sheet."""
-    from xcal.data.describe import show_dataset
+    from xcal.data.catalog import show_dataset
     from xcal.data.pictures import contact_sheet
 
     found = show_dataset(name, pixels=pixels)

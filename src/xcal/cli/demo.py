@@ -117,7 +117,7 @@ def methods_part(console: Console, out: Path) -> list[str]:
 
 
 def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment

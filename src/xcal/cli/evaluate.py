@@ -34,7 +34,7 @@ def evaluate_command(
     as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.report.measured import evaluate_run
     from xcal.report.runs import load_data, load_run
 

@@ -29,7 +29,7 @@ def export_command(
     """
     from xcal.cli.predict import with_temperature
     from xcal.cli.show import LiveProgress
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
     from xcal.report.exporting import exported

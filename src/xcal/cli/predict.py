@@ -39,7 +39,7 @@ def predict_command(
     If one file cannot be read it is named, and nothing is written.
     """
     from xcal.cli.show import LiveProgress
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.federation.files import write_bytes
     from xcal.report.trained import load
 

@@ -69,7 +69,7 @@ def run_command(
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.experiments import load_experiment
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder

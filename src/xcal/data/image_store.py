@@ -158,26 +158,13 @@ def commit(partial: Path, info: DatasetInfo) -> None:
             os.fsync(file.fileno())
     target = folder_of(info.name, info.pixels)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # A folder cannot be replaced in one move: an old one is set aside, then let go.
+    aside = target.parent / f".{target.name}.old"
+    shutil.rmtree(aside, ignore_errors=True)
     if target.exists():
-        # A folder cannot be replaced in one move: set the old one aside, then let it go.
-        aside = target.parent / f".{target.name}.old"
-        shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
-        partial.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        partial.rename(target)
-
-
-def write_arrays(
-    folder: Path,
-    split: str,
-    labels: NDArray[np.int64],
-    groups: NDArray[np.int64],
-    ids: NDArray[np.str_],
-) -> None:
-    for name, array in (("labels", labels), ("groups", groups), ("ids", ids)):
-        np.save(folder / f"{split}.{name}.npy", array, allow_pickle=False)
+    partial.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:
@@ -202,13 +189,11 @@ def sizes_of(name: str) -> list[int]:
 
 def list_datasets() -> tuple[DatasetInfo, ...]:
     """All imported sets at all their sizes; damaged ones are left out."""
-    root = data_root() / "data"
     found = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        if folder.is_dir() and not folder.name.startswith("."):
-            for pixels in sizes_of(folder.name):
-                with contextlib.suppress(UserError):
-                    found.append(read_info(folder.name, pixels))
+    for name in known_names():
+        for pixels in sizes_of(name):
+            with contextlib.suppress(UserError):
+                found.append(read_info(name, pixels))
     return tuple(found)
 
 
@@ -262,9 +247,8 @@ def open_dataset(name: str, pixels: int | None = None) -> ImageData:
     folder = folder_of(name, info.pixels)
     for file, expected in info.files.items():
         path = folder / file
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
-            raise _damaged(name, file)
-        if _sha256(path) != expected["sha256"]:
+        whole = path.is_file() and path.stat().st_size == expected["bytes"]
+        if not whole or _sha256(path) != expected["sha256"]:
             raise _damaged(name, file)
     train, validation, test = (_open_split(folder, split, info.pixels) for split in SPLITS)
     return ImageData(
@@ -286,11 +270,9 @@ def _open_split(folder: Path, split: str, pixels: int) -> Images:
         for name in ("labels", "groups", "ids")
     )
     shape = (len(labels), pixels, pixels, 3)
-    images: NDArray[np.uint8]
-    if len(labels):
-        images = np.memmap(folder / f"{split}.pixels.u8", np.uint8, "r", shape=shape)
-    else:
-        images = np.empty(shape, np.uint8)
+    if not len(labels):  # no file can be mapped that is empty
+        return Images(np.empty(shape, np.uint8), labels, groups, ids)
+    images = np.memmap(folder / f"{split}.pixels.u8", np.uint8, "r", shape=shape)
     return Images(images, labels, groups, ids)
 
 

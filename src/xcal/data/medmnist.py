@@ -110,8 +110,6 @@ def _labels(labels: NDArray[Any], path: Path, task: str | None) -> NDArray[np.in
 
 def _arrays(path: Path) -> list[tuple[NDArray[np.uint8], NDArray[Any], Split]]:
     """Images, labels and split of every part that the file holds."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist.")
     found = []
     try:
         with zipfile.ZipFile(path) as archive:

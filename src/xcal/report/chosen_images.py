@@ -10,8 +10,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from xcal.data.decode import DICOM_ENDINGS, FORMATS, is_dicom_name, is_image_name, strict_decoding
-from xcal.data.dicom import decode_dicom, decode_file, is_image
+from xcal.data.decode import (
+    DICOM_ENDINGS,
+    FORMATS,
+    decode_file,
+    is_dicom_name,
+    is_image,
+    is_image_name,
+    strict_decoding,
+)
 from xcal.data.images import Images
 from xcal.data.source_files import BadFile, FolderFiles
 from xcal.errors import UserError
@@ -117,16 +124,12 @@ def read_picture(path: Path, pixels: int) -> NDArray[np.uint8]:
     files = _OneFile(path)
     try:
         # DICOM files often have no ending; their first bytes tell.
-        if not is_image_name(path.name):
-            data = files.read(path.name)
-            if data[128:132] != b"DICM":
-                raise UserError(f"{path} is not named as an image ({_known_endings()}).")
-            square, _ = decode_dicom(data, pixels)
-        else:
-            square, _ = decode_file(files, path.name, pixels)
+        if not is_image_name(path.name) and files.read(path.name)[128:132] != b"DICM":
+            raise UserError(f"{path} is not named as an image ({_known_endings()}).")
+        return decode_file(files, path.name, pixels)[0]
     except BadFile as problem:
-        raise _refused(path, problem) from None
-    return square
+        kind = "DICOM file" if is_dicom_name(path.name) else "image"
+        raise UserError(f"The {kind} {path} {problem}: mend it or leave it out.") from None
 
 
 class _OneFile(FolderFiles):
@@ -135,11 +138,6 @@ class _OneFile(FolderFiles):
     def __init__(self, path: Path) -> None:
         self._root = path.parent
         self.sizes = {path.name: path.stat().st_size}
-
-
-def _refused(path: Path, problem: BadFile) -> UserError:
-    kind = "DICOM file" if is_dicom_name(path.name) else "image"
-    return UserError(f"The {kind} {path} {problem}: mend it or leave it out.")
 
 
 def _known_endings() -> str:

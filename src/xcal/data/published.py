@@ -1,0 +1,223 @@
+"""Published sets as they are downloaded: NIH ChestX-ray14; HAM10000 and ISIC dermoscopy."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from xcal.data.decode import is_image_name
+from xcal.data.images import RECORD_GROUPS
+from xcal.data.listing import (
+    ColumnChoice,
+    Listing,
+    Record,
+    Split,
+    find_column,
+    group_column,
+    group_name_of,
+    group_of_one,
+    read_table,
+    rows_or_none,
+    somebody,
+    tables,
+)
+from xcal.data.source_files import BadFile, Files
+from xcal.data.table import SEVERAL, listed_in
+from xcal.errors import UserError
+
+# --- ChestX-ray14: images anywhere, `Data_Entry_2017.csv`, and lists that name the splits ---------
+
+ANY_FINDING = "any-finding"
+FINDINGS = "findings"
+_NONE = "No Finding"
+_LISTS: tuple[tuple[str, Split], ...] = (
+    ("train_list.txt", "train"),
+    ("train_val_list.txt", "train"),
+    ("val_list.txt", "validation"),
+    ("test_list.txt", "test"),
+)
+
+
+def find_entries(files: Files) -> str | None:
+    """The table that the NIH publishes with the images."""
+    stem = "data_entry_2017"
+    return next((n for n in tables(files) if PurePosixPath(n).name.lower().startswith(stem)), None)
+
+
+def chest_xray(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
+    """`task`: any finding against none (default), one named finding against the rest, or all
+    findings at once, each by itself (`findings`).
+    """
+    table = find_entries(files)
+    if table is None:
+        raise UserError("The NIH layout needs Data_Entry_2017.csv beside the images.")
+    rows = read_table(files, table)
+
+    def column(name: str) -> str:
+        if (found := find_column(rows[0], (name,))) is None:
+            raise UserError(f"{table} has no column {name!r}.")
+        return found
+
+    image, labels = column("Image Index"), column("Finding Labels")
+    patient = group_column(table, rows[0], choice, ("Patient ID",)) or column("Patient ID")
+    findings = {row[image]: set(row[labels].split("|")) for row in rows}
+    known = sorted(set().union(*findings.values()) - {_NONE})
+    several = task == FINDINGS
+    wanted, classes = (None, tuple(known)) if several else _task(task, known)
+
+    images = {PurePosixPath(n).name: n for n in files.sizes if is_image_name(n)}
+    split_of = _splits(files)
+    records = []
+    absent = unlisted = 0
+    for row in rows:
+        name = row[image]
+        if name not in images:
+            absent += 1
+            continue
+        if split_of and name not in split_of:
+            unlisted += 1
+            continue
+        shown = findings[name] - {_NONE}
+        label: int | tuple[int, ...] = int(bool(shown) if wanted is None else wanted in shown)
+        if several:
+            label = tuple(int(one in shown) for one in known)
+        group = somebody(row[patient]) or group_of_one(images[name])
+        records.append(Record(images[name], label, group, split_of.get(name)))
+    notes = [SEVERAL.format(count=len(known))] if several else []
+    if absent:
+        notes.append(_absent(absent, table))
+    if unlisted:
+        notes.append(f"{unlisted:,} images are in no split list and were left out.")
+    return listed_in(
+        files,
+        table,
+        rows,
+        (image, labels, patient),
+        records,
+        notes,
+        kind="chest-xray14",
+        default_name="chest-xray14",
+        task=FINDINGS if several else wanted or ANY_FINDING,
+        classes=classes,
+        group_name=group_name_of(patient),
+        license="NIH public release, CC0",
+    )
+
+
+def _absent(count: int, table: str) -> str:
+    return f"{count:,} images that {table} names are not there and were left out."
+
+
+def _task(task: str | None, known: list[str]) -> tuple[str | None, tuple[str, str]]:
+    """The finding asked for (None: any) and the two classes."""
+
+    def plain(text: str) -> str:
+        return text.lower().replace("_", "-").replace(" ", "-")
+
+    if task is None or plain(task) == ANY_FINDING:
+        return None, ("no finding", "finding")
+    for finding in known:
+        if plain(finding) == plain(task):
+            return finding, (f"no {finding.lower()}", finding.lower())
+    raise UserError(
+        f"task is {task!r}, but must be {ANY_FINDING}, {FINDINGS} (all at once) or one of them: "
+        f"{', '.join(plain(finding) for finding in known)}."
+    )
+
+
+def _splits(files: Files) -> dict[str, Split]:
+    """Split by file name, from the lists that are there; the narrower list wins."""
+    split_of: dict[str, Split] = {}
+    by_name = {PurePosixPath(n).name: n for n in files.sizes}
+    for list_name, split in _LISTS:
+        if list_name in by_name:
+            try:
+                text = files.read(by_name[list_name]).decode("utf-8", "replace")
+            except BadFile as error:
+                raise UserError(f"{list_name} {error}.") from error
+            split_of.update((line.strip(), split) for line in text.splitlines() if line.strip())
+    return split_of
+
+
+# --- dermoscopy: a metadata CSV beside the images; the lesion is the group ------------------------
+
+_IMAGE = ("image_id", "isic_id", "image_name", "image")
+_DIAGNOSIS = ("dx", "diagnosis", "diagnosis_1", "benign_malignant")
+_GROUP = ("lesion_id", "patient_id")
+# Actinic keratoses and Bowen's disease, basal cell carcinoma, melanoma, squamous cell carcinoma.
+_MALIGNANT = set(
+    "akiec|bcc|mel|scc|malignant|melanoma|basal cell carcinoma|squamous cell carcinoma".split("|")
+)
+_BENIGN = set(
+    "nv|bkl|df|vasc|benign|nevus|naevus|seborrheic keratosis|dermatofibroma|vascular lesion"
+    "|lentigo nos|solar lentigo|lichenoid keratosis".split("|")
+)
+_UNKNOWN = {"", "unk", "unknown", "indeterminate"}
+
+
+def find_diagnoses(files: Files) -> str | None:
+    """The table that names images and their diagnoses, if they are diagnoses of the skin."""
+    for name in tables(files):
+        rows = rows_or_none(files, name)
+        image, diagnosis = _columns(rows)
+        if image is not None and diagnosis is not None:
+            found = {row.get(diagnosis, "").lower() for row in rows}
+            if found <= _MALIGNANT | _BENIGN | _UNKNOWN:
+                return name
+    return None
+
+
+def _columns(rows: list[dict[str, str]]) -> tuple[str | None, str | None]:
+    columns = rows[0] if rows else {}
+    return find_column(columns, _IMAGE), find_column(columns, _DIAGNOSIS)
+
+
+def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
+    """Malignant against benign (default), or `task="diagnosis"`: every diagnosis a class."""
+    if task not in (None, "malignant", "diagnosis"):
+        raise UserError(f"task is {task!r}, but must be malignant or diagnosis.")
+    table = find_diagnoses(files)
+    if table is None:
+        raise UserError(
+            "The HAM10000 / ISIC layout needs a CSV that names images (image_id) and diagnoses of "
+            "the skin (dx) beside the images."
+        )
+    rows = read_table(files, table)
+    image_column, diagnosis_column = _columns(rows)
+    assert image_column is not None  # or the table would not have been found
+    assert diagnosis_column is not None
+    whose = next(filter(None, (group_column(table, rows[0], choice, (n,)) for n in _GROUP)), None)
+    group_name = RECORD_GROUPS if whose is None else group_name_of(whose)
+    by_diagnosis = task == "diagnosis"
+    rows_with = [row for row in rows if row.get(diagnosis_column, "").lower() not in _UNKNOWN]
+    diagnoses = sorted({row[diagnosis_column].lower() for row in rows_with})
+    images = {PurePosixPath(n).stem: n for n in files.sizes if is_image_name(n)}
+    records = []
+    absent = 0
+    for row in rows_with:
+        image = images.get(PurePosixPath(row.get(image_column, "")).stem)
+        if image is None:
+            absent += 1
+            continue
+        diagnosis = row[diagnosis_column].lower()
+        own = somebody(row.get(whose, "")) if whose else ""
+        label = diagnoses.index(diagnosis) if by_diagnosis else int(diagnosis in _MALIGNANT)
+        group = f"{group_name} {own}" if own else group_of_one(image)
+        records.append(Record(image, label, group, split=None))
+    notes = [_absent(absent, table)] if absent else []
+    if len(rows_with) < len(rows):
+        notes.append(f"{len(rows) - len(rows_with):,} rows without a diagnosis were left out.")
+    is_ham = "ham10000" in table.lower()
+    return listed_in(
+        files,
+        table,
+        rows,
+        (image_column, diagnosis_column, whose),
+        records,
+        notes,
+        kind="isic",
+        default_name="ham10000" if is_ham else "isic",
+        task="diagnosis" if by_diagnosis else "malignant",
+        classes=tuple(diagnoses) if by_diagnosis else ("benign", "malignant"),
+        group_name=group_name,
+        license="CC BY-NC 4.0 (HAM10000)" if is_ham else "unknown (ISIC archive)",
+    )
