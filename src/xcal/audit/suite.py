@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from xcal import plotting
-from xcal.audit.central_audit import audit_clients
 from xcal.audit.inversion import Inverted, Settings, invert_all
 from xcal.audit.membership import infer_membership
-from xcal.audit.onerun import audit_method
-from xcal.audit.parts import Parts
-from xcal.audit.reconstructions import draw_inversion, save_inverted
+from xcal.audit.onerun import audit_clients, audit_method
+from xcal.audit.parts import Parts, draw_inversion, save_inverted
 from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images

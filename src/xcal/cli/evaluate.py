@@ -9,34 +9,34 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from xcal.cli.show import LiveProgress, make_table, number, plain_console
 
 
 def evaluate_command(
-    run: Path = typer.Argument(..., help="The folder of a finished run."),
-    data: str | None = typer.Argument(
+    run: Path = Argument(..., help="The folder of a finished run."),
+    data: str | None = Argument(
         None, help="Another data set with the same classes; the run's own if not given."
     ),
-    images: int | None = typer.Option(
+    images: int | None = Option(
         None, min=0, help="How many test images are explained; as many as in the run if not given."
     ),
-    against: Path | None = typer.Option(
+    against: Path | None = Option(
         None, help="Another run, usually without privacy: how alike are the maps?"
     ),
-    maps: str | None = typer.Option(
+    maps: str | None = Option(
         None,
         "--maps",
         "--map",
         help="How maps are made, or auto: the best by ROAD on public validation images; as the run"
         " has it (key maps) if not given.",
     ),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+    as_json: bool = Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
     from xcal.data.synthetic import watched
-    from xcal.report.measured import evaluate_run
-    from xcal.report.runs import load_data, load_run
+    from xcal.report.runs import evaluate_run, load_data, load_run
 
     loaded = load_run(run)
     other = load_run(against) if against is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import typer
+from typer import Argument, Option
 
 from xcal import plotting
 from xcal.cli.show import LiveProgress, make_table, plain_console
@@ -15,19 +15,19 @@ PAGE = "explanations.html"
 
 
 def explain_command(
-    run: Path = typer.Argument(..., help="The folder of a finished run."),
-    images: list[str] = typer.Argument(
+    run: Path = Argument(..., help="The folder of a finished run."),
+    images: list[str] = Argument(
         ..., help="Image files, folders of them, or test:ID or test:N of the run's test split."
     ),
-    out: Path = typer.Option(Path("explanations"), help="Where the pictures and the page go."),
-    maps: str = typer.Option(
+    out: Path = Option(Path("explanations"), help="Where the pictures and the page go."),
+    maps: str = Option(
         "auto",
         "--maps",
         "--map",
         help="How maps are made: gradcam, gradcam++, hirescam, layercam, occlusion, cell-occlusion,"
         " rise, two joined by +; or auto, the best by ROAD on public validation images.",
     ),
-    finding: str | None = typer.Option(
+    finding: str | None = Option(
         None, help="Which finding, of a run that tells several; the likeliest if not given."
     ),
 ) -> None:
@@ -37,12 +37,9 @@ def explain_command(
     """
     from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
-    from xcal.report.chosen_images import file_names, find_pictures
-    from xcal.report.drawing import answer_text, save_explanation
-    from xcal.report.explaining import explain_pictures
-    from xcal.report.mapping import map_of_run
-    from xcal.report.page import explanations_page
-    from xcal.report.runs import load_run
+    from xcal.report.drawing import answer_text, explanations_page, save_explanation
+    from xcal.report.explaining import explain_pictures, file_names, find_pictures
+    from xcal.report.runs import load_run, map_of_run
 
     loaded = load_run(run)
     pictures = find_pictures(loaded, images)

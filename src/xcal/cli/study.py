@@ -7,19 +7,19 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer import Argument, Option
 
 from xcal.cli.interrupts import interruptible
 from xcal.cli.show import Bar, number
 from xcal.errors import UserError
 
 if TYPE_CHECKING:
-    from xcal.studies.comparison import Row
     from xcal.studies.grid import Cell, Grid, OwnGrid
     from xcal.studies.runner import Outcome
+    from xcal.studies.statistics import Row
     from xcal.studies.store import Results
 
 
@@ -119,23 +119,23 @@ def print_outcome(console: Console, outcome: Outcome, minutes: float | None) -> 
 
 
 def study_command(
-    experiment: Path = typer.Argument(..., help="An experiment file; it may have a table [axes]."),
-    axes: list[str] = typer.Argument(None, help="Axes, as method=fl-dp,xcal epsilon=1,8."),
-    seeds: int | None = typer.Option(None, min=1, help="How many seeds, counted from 0."),
-    out: Path | None = typer.Option(None, help="Where results go; else studies/NAME of the file."),
-    limit_minutes: float | None = typer.Option(None, help="Stop after so long; go on later."),
-    jobs: int | None = typer.Option(None, min=1, help="Cells at once; else what the machine has."),
-    keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
-    plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
+    experiment: Path = Argument(..., help="An experiment file; it may have a table [axes]."),
+    axes: list[str] = Argument(None, help="Axes, as method=fl-dp,xcal epsilon=1,8."),
+    seeds: int | None = Option(None, min=1, help="How many seeds, counted from 0."),
+    out: Path | None = Option(None, help="Where results go; else studies/NAME of the file."),
+    limit_minutes: float | None = Option(None, help="Stop after so long; go on later."),
+    jobs: int | None = Option(None, min=1, help="Cells at once; else what the machine has."),
+    keep: bool = Option(False, "--keep", help="Keep finished cells' run folders."),
+    plan: bool = Option(False, "--plan", help="Only say what there is and what is missing."),
 ) -> None:
     """Run an experiment at every combination of some keys' values, and compare them in pairs.
 
     Values of the first axis are compared with its first value, seed by seed. The same command
     again goes on where it stopped; more seeds or values add to what is there.
     """
-    from xcal.studies.comparison import rows_of, rows_text
     from xcal.studies.grid import own_grid
     from xcal.studies.runner import Options, run_grid
+    from xcal.studies.statistics import rows_of, rows_text
     from xcal.studies.store import Results, write_text
 
     console = Console()

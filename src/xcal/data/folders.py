@@ -169,15 +169,13 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         )
     if len({split is None for _, _, split in found}) == 2:
         raise UserError("Some images lie in train or test folders and some in none.")
-    numbers = {cls: i for i, cls in enumerate(classes)}
     told = people_beside(files, [image for image, _, _ in found], choice)
     group_name = told.group_name or RECORD_GROUPS
-    group_of = {}
-    for image, _, _ in found:
+    ask_files = choice.group is None and told.group_name in (None, "patient", "group")
+    records = []
+    for image, cls, split in found:
         person = told.of.get(image)
-        own = None
-        if choice.group is None and told.group_name in (None, "patient", "group"):
-            own = patient_of_file(files, image)
+        own = patient_of_file(files, image) if ask_files else None
         if person is not None and own is not None and own != person:
             raise UserError(
                 f"The table beside the images and the header of {image} (PatientID) name different"
@@ -185,16 +183,9 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
             )
         if own is not None and told.group_name is None:
             group_name = "patient"
-        group_of[image] = person or own
-    records = tuple(
-        Record(
-            image,
-            numbers[cls],
-            group_of_one(image) if group_of[image] is None else f"patient {group_of[image]}",
-            split,
-        )
-        for image, cls, split in found
-    )
+        whose = person or own
+        group = group_of_one(image) if whose is None else f"patient {whose}"
+        records.append(Record(image, classes.index(cls), group, split))
     unread = passed_over(files, choice, told.tables)
     others = len(files.sizes) - len(images) - len(told.tables) - len(unread)
     left = (f"{others} files that are not images were left aside.",) if others else ()
@@ -205,7 +196,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         classes=classes,
         group_name=group_name,
         license="unknown",
-        records=records,
+        records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=(*told.notes, *unread, *left),
         repeating=told.repeating,

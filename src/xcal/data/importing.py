@@ -25,8 +25,7 @@ from xcal.data.folders import (
 from xcal.data.image_store import DatasetInfo, SplitCounts
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
-from xcal.data.medmnist import medmnist
-from xcal.data.published import chest_xray, find_diagnoses, find_entries, isic
+from xcal.data.published import chest_xray, find_diagnoses, find_entries, isic, medmnist
 from xcal.data.source_files import BadFile, Files, FolderFiles, open_files
 from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError

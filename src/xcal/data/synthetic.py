@@ -218,25 +218,20 @@ def _nucleus(rng: np.random.Generator, labels: NDArray[np.int64], u: Array, v: A
     eosinophil's, three to five a neutrophil's. Radii are such that the classes cover like areas.
     """
     n = len(labels)
-    count = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [2, 1, 5],
-        default=rng.integers(3, 6, n),
-    )
+
+    def by_kind(*values: Any) -> NDArray[Any]:
+        """A value for each image, of those for the four kinds in the order of `CLASSES`."""
+        return np.select([labels == kind for kind in range(3)], values[:3], default=values[3])
+
+    count = by_kind(2, 1, 5, rng.integers(3, 6, n))
     by_class = np.array([0.390, 0.560, 0.300, 0.0], np.float32)[labels]
     by_lobes = np.array([0, 0, 0, 0.315, 0.275, 0.245], np.float32)[count]
     lobe = np.where(labels == _NEUTROPHIL, by_lobes, by_class) * _uniform(rng, n, 0.92, 1.08)
     # Half the angle that the arc spans, and the arc's radius.
-    half_span = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [_uniform(rng, n, 1.15, 1.55), np.zeros(n), _uniform(rng, n, 1.25, 1.7)],
-        default=_uniform(rng, n, 1.5, 2.3),
-    )
-    arc = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [_uniform(rng, n, 0.44, 0.52), _uniform(rng, n, 0.0, 0.2), _uniform(rng, n, 0.38, 0.46)],
-        default=_uniform(rng, n, 0.46, 0.54),
-    )
+    two, kidney, lobes = (_uniform(rng, n, *b) for b in ((1.15, 1.55), (1.25, 1.7), (1.5, 2.3)))
+    half_span = by_kind(two, np.zeros(n), kidney, lobes)
+    bounds = ((0.44, 0.52), (0.0, 0.2), (0.38, 0.46), (0.46, 0.54))
+    arc = by_kind(*(_uniform(rng, n, *between) for between in bounds))
     strand = _column(np.where(labels == _MONOCYTE, 0.2, 0.085).astype(np.float32))
     melt = _column(np.where(labels == _MONOCYTE, 0.15, 0.08).astype(np.float32))
     # The kidney's weight lies off the arc's center; lobes are centered as they are.

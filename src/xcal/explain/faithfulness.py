@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from xcal.dp.clipping.precision import double
@@ -17,7 +18,6 @@ from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.occlusion import blurred
-from xcal.explain.ranks import rank_correlation
 from xcal.explain.road import removal_order, saliency_for_ranking
 from xcal.explain.signal import Fill, fill_values, top_cells
 
@@ -197,3 +197,23 @@ def _orders_something(maps: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.bool)
     rows = maps.flatten(1)
     return torch.isfinite(rows).all(dim=1) & (rows.amax(dim=1) > rows.amin(dim=1))
+
+
+def rank_correlation(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Spearman's correlation (N,) of the rows of two (N, M) arrays, in [-1, 1].
+
+    A row that is constant, in either array, orders nothing and gets 0.
+    """
+    a, b = (_centered_ranks(rows) for rows in (first, second))
+    scale = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+    products = (a * b).sum(axis=1)
+    correlation: FloatArray = np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.clip(correlation, -1, 1)
+
+
+def _centered_ranks(rows: FloatArray) -> FloatArray:
+    if rows.size == 0:
+        return np.zeros(rows.shape)
+    # Mid-ranks sum to the same in every row, so that their mean is exact.
+    ranks: FloatArray = rankdata(rows, axis=1) - (rows.shape[1] + 1) / 2
+    return ranks

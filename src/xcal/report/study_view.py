@@ -11,8 +11,7 @@ from xcal.metrics.metric_registry import metric_title
 from xcal.report.figures import Figure, Line
 from xcal.report.template import Page
 from xcal.report.words import NOTHING, Table
-from xcal.studies.comparison import MEASURES
-from xcal.studies.statistics import Verdict
+from xcal.studies.statistics import MEASURES, Verdict
 
 COMPARISON = "comparison.csv"
 Row = Mapping[str, str]
