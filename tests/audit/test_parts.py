@@ -54,15 +54,15 @@ def test_coins_are_fair():
 def planted_data(*, in_gradient: bool):
     benign = tiny().train
     included = np.array([True, False, True, False])
-    planted = plant(benign, mislabeled(benign.take(np.arange(4)), 3, seed=1), included)
-    return planted, CanaryData(planted.images, included, in_gradient=in_gradient)
+    planted = plant(benign, mislabeled(benign.take(np.arange(4)), 3, seed=1))
+    return planted, CanaryData(planted, included, in_gradient=in_gradient)
 
 
 def test_drawing_is_the_real_one_and_the_null_canary_contributes_nothing():
     planted, data = planted_data(in_gradient=False)
-    assert data.units == len(planted.images) == 154
+    assert data.units == len(planted) == 154
     key = NoiseKey("0", "x", 0, 0, "draw")
-    real = LocalData(planted.images, unit="record", images_per_unit=1)
+    real = LocalData(planted, unit="record", images_per_unit=1)
     mine = data.draw(1.0, SeededNoise(1), key)
     whole = real.draw(1.0, SeededNoise(1), key)
     assert mine.n_units == whole.n_units == 154  # still drawn, still a unit

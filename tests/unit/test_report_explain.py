@@ -205,7 +205,8 @@ def test_an_empty_map_is_said_to_be_one(run: LoadedRun) -> None:
 
 
 def page(run: LoadedRun, found: list[Explanation]) -> str:
-    return explanations_page(run, found, epsilon=8.0, delta=1e-3, choice=asked_for("gradcam"))
+    result = {"epsilon_target": 8.0, "delta": 1e-3}
+    return explanations_page(run, found, asked_for("gradcam"), result)
 
 
 class Reader(HTMLParser):

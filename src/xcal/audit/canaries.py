@@ -150,31 +150,14 @@ class CanaryEngine(ClippingEngine):
         return replace(found, gradients=gradients)
 
 
-@dataclass(frozen=True)
-class Planted:
-    """The units of an audited client: benign ones first, canaries last."""
-
-    images: Images
-    included: NDArray[np.bool_]
-
-    @property
-    def canaries(self) -> int:
-        return len(self.included)
-
-    def canary_images(self) -> Images:
-        total = len(self.images)
-        return self.images.take(np.arange(total - self.canaries, total))
-
-
-def plant(benign: Images, pictures: Images, included: NDArray[np.bool_]) -> Planted:
-    """Benign units and canaries as one record-level data set."""
-    both = Images(
+def plant(benign: Images, pictures: Images) -> Images:
+    """Benign units and, last, canaries as one record-level data set."""
+    return Images(
         pixels=np.concatenate([benign.pixels, pictures.pixels]),
         labels=np.concatenate([benign.labels, pictures.labels]),
         groups=np.arange(len(benign) + len(pictures), dtype=np.int64),
         ids=np.concatenate([benign.ids, pictures.ids]),
     )
-    return Planted(both, included)
 
 
 def blank_pictures(count: int, pixels: int) -> Images:

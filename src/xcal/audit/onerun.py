@@ -27,7 +27,6 @@ from xcal.audit.canaries import (
     Directions,
     GradientWatcher,
     InputWatcher,
-    Planted,
     Scores,
     blank_pictures,
     image_losses,
@@ -136,13 +135,13 @@ def audit_method(
     if experiment.unit != "record":
         raise UserError("The audit plants images, so it needs unit = 'record'.")
     included = toss_coins(canaries, experiment.seed)
-    planted = plant(
-        benign, _pictures(canary, canaries, benign, pictures, classes, experiment.seed), included
-    )
+    own = _pictures(canary, canaries, benign, pictures, classes, experiment.seed)
+    planted = plant(benign, own)
     if canary == "gradient":
-        trained, views, floor = _with_gradients(experiment, planted, classes)
+        trained, views, floor = _with_gradients(experiment, planted, included, classes)
     else:
-        trained, views, floor = _with_inputs(experiment, planted, classes)
+        trained, views = _with_inputs(experiment, planted, own, included, classes)
+        floor = None
     claimed = None if trained.plan is None else trained.plan.epsilon
     expected = accuracy = None
     if trained.charges:
@@ -167,7 +166,7 @@ def audit_method(
         accuracy if canary == "gradient" else None,
         floor,
         canary=canary,
-        units=len(planted.images),
+        units=len(planted),
         steps=len(trained.trace),
         epsilon_claimed=claimed,
         expected=expected,
@@ -230,17 +229,15 @@ def _pictures(
 
 
 def _with_gradients(
-    experiment: Experiment,
-    planted: Planted,
-    classes: int,
+    experiment: Experiment, planted: Images, included: NDArray[np.bool_], classes: int
 ) -> tuple[Trained, dict[str, Scores], float | None]:
     parameters = sum(p.numel() for p in trainable(build_network(experiment, classes)).values())
-    if planted.canaries > parameters:
+    if len(included) > parameters:
         raise UserError(
-            f"{planted.canaries} gradient canaries do not fit into {parameters} parameters."
+            f"{len(included)} gradient canaries do not fit into {parameters} parameters."
         )
-    directions = Directions(parameters, planted.canaries, experiment.seed)
-    data = CanaryData(planted.images, planted.included, in_gradient=True)
+    directions = Directions(parameters, len(included), experiment.seed)
+    data = CanaryData(planted, included, in_gradient=True)
     bounds: list[Bound] = []
 
     class Engine(CanaryEngine):
@@ -256,7 +253,7 @@ def _with_gradients(
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
-    per_step, per_round, total = (np.zeros(planted.canaries) for _ in range(3))
+    per_step, per_round, total = (np.zeros(len(included)) for _ in range(3))
     for number in range(experiment.rounds):
         mine = [i for i, r in enumerate(trained.trace) if r.round == number]
         if not mine:
@@ -279,17 +276,18 @@ def _with_gradients(
 
 def _with_inputs(
     experiment: Experiment,
-    planted: Planted,
+    planted: Images,
+    own: Images,
+    included: NDArray[np.bool_],
     classes: int,
-) -> tuple[Trained, dict[str, Scores], float | None]:
-    own = planted.canary_images()
+) -> tuple[Trained, dict[str, Scores]]:
     images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
     watcher = InputWatcher(images, labels)
-    data = CanaryData(planted.images, planted.included, in_gradient=False)
+    data = CanaryData(planted, included, in_gradient=False)
     trained = train_one_client(experiment, data, classes, observe=watcher)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
-    per_step = np.zeros(planted.canaries)
+    per_step = np.zeros(len(included))
     for reading, norm, sigma in zip(watcher.readings, watcher.norms, sigmas, strict=True):
         z = (
             reading - np.median(reading)
@@ -299,7 +297,7 @@ def _with_inputs(
             per_step += mixture_ratio(z, steps=1, rate=rate, deviation=sigma, shift=shift)
         else:
             per_step += z
-    per_round = np.zeros(planted.canaries)
+    per_round = np.zeros(len(included))
     before, model = trained.first, trained.model
     for after in trained.rounds:
         load_flat(model, before)
@@ -315,7 +313,7 @@ def _with_inputs(
         "rounds": per_round,
         "final": start - image_losses(model, images, labels),
     }
-    return trained, views, None
+    return trained, views
 
 
 # --- canary clients, for methods whose noise a trusted server adds -------------------------------

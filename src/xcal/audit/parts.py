@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from xcal.audit.inversion import Inverted
 from xcal.errors import UserError
 from xcal.federation.files import read_json, write_json
 from xcal.plotting import picture, tile
-
-Rows = list[dict[str, Any]]
-Found = TypeVar("Found")
 
 
 class Parts:
@@ -41,39 +38,16 @@ class Parts:
         self._about = json.dumps(about, sort_keys=True, default=str)
         self.seconds = 0.0  # of all parts that were asked for, whenever they were made
 
-    def rows(self, attack: str, what: Sequence[Any], make: Callable[[], Rows]) -> Rows:
-        """The rows that `make` gives, from an earlier call if it came that far."""
-        found, _ = self._part(attack, what, make, lambda rows, _: rows, lambda kept, _: kept)
-        return found
-
-    def inverted(
-        self, what: Sequence[Any], make: Callable[[], list[Inverted]]
-    ) -> tuple[list[Inverted], bool]:
-        """The reconstructions that `make` gives, and whether they come from an earlier call."""
-
-        def save(found: list[Inverted], path: Path) -> Rows:
-            save_inverted(found, path.with_suffix(".npz"))
-            return []
-
-        def load(_: Rows, path: Path) -> list[Inverted]:
-            return load_inverted(path.with_suffix(".npz"))
-
-        return self._part("inversion", what, make, save, load)
-
-    def _part(
-        self,
-        attack: str,
-        what: Sequence[Any],
-        make: Callable[[], Found],
-        save: Callable[[Found, Path], Rows],
-        load: Callable[[Rows, Path], Found],
-    ) -> tuple[Found, bool]:
-        """What `make` gives, and whether it was loaded; saved are rows, and what `save` writes."""
+    def part(
+        self, attack: str, what: Sequence[Any], make: Callable[[], list[Any]]
+    ) -> tuple[list[Any], bool]:
+        """The rows or reconstructions that `make` gives, and whether an earlier call made them."""
         path = self._path(attack, what)
+        arrays = None if path is None or attack != "inversion" else path.with_suffix(".npz")
         if path is not None and path.exists():
             with suppress(UserError, OSError, ValueError, KeyError, TypeError):
                 kept = read_json(path)
-                found = load(kept["rows"], path)
+                found = kept["rows"] if arrays is None else load_inverted(arrays)
                 self.seconds += kept["seconds"]
                 return found, True
         began = time.monotonic()
@@ -82,9 +56,10 @@ class Parts:
         self.seconds += seconds
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            rows = save(found, path)
+            if arrays is not None:
+                save_inverted(found, arrays)
             # Last, and whole or not at all: a part counts once this is there.
-            write_json(path, {"seconds": seconds, "rows": rows})
+            write_json(path, {"seconds": seconds, "rows": found if arrays is None else []})
         return found, False
 
     def remove(self) -> None:

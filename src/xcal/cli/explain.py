@@ -61,15 +61,7 @@ def explain_command(
         for done, (name, explanation) in enumerate(drawn):
             save_explanation(out / name, explanation)
             shown.measure("pictures drawn", done + 1, len(found))
-    result = RunFolder.find(run).result or {}
-    page = explanations_page(
-        loaded,
-        found,
-        epsilon=result.get("epsilon_target"),
-        delta=result.get("delta"),
-        nominal=result.get("epsilon_nominal"),
-        choice=choice,
-    )
+    page = explanations_page(loaded, found, choice, RunFolder.find(run).result or {})
     write_bytes(out / PAGE, page.encode())
 
     rows = (

@@ -265,29 +265,30 @@ def metrics_command(
     from xcal.federation.nvflare.dashboard import Eye
 
     party = observe.party_of(folder)
+    looks = party.about.role in ("lead", "viewer")  # at the server, and has no ledger of its own
     watched = observe.Watched(party, verify_every)
     eye = Eye(party, 15.0)
 
     def text() -> str:
-        if party.about.role in ("lead", "viewer"):
-            return "" if eye.snapshot is None else exposed(exposition.of_runs(eye.snapshot))
+        if looks:
+            seen = eye.snapshot
+            return "" if seen is None else exposition.exposed(exposition.of_runs(seen))
         found = exposition.of_party(watched)
         if party.about.role == "server":
             runs = exposition.of_runs(observe.of_server(party))
             found = {name: [*found[name], *runs[name]] for name in found}
-        return exposed(found)
+        return exposition.exposed(found)
 
     def answers(path: str, query: Mapping[str, str]) -> Page | None:  # noqa: ARG001
         if path == "/metrics":
             return Page(text(), exposition.KIND)
         if path != "/health":
             return None
-        if party.about.role in ("lead", "viewer"):
+        if looks:
             return Page(f"{eye.problem or 'ok'}\n", status=503 if eye.problem else 200)
         return exposition.health(watched)
 
-    exposed = exposition.exposed
-    if (once or healthy) and party.about.role in ("lead", "viewer"):
+    if (once or healthy) and looks:
         eye.look()
     if healthy:
         told = answers("/health", {})
@@ -295,12 +296,12 @@ def metrics_command(
         typer.echo(told.body, nl=False)
         raise typer.Exit(int(told.status != 200))
     if once:
-        if party.about.role in ("lead", "viewer") and eye.problem:
+        if looks and eye.problem:
             raise UserError(eye.problem)
         typer.echo(text(), nl=False)
         return
     server = serve(port, answers)
-    if party.about.role in ("lead", "viewer"):
+    if looks:
         eye.start()
     say(f"http://127.0.0.1:{server.server_port}/metrics until Ctrl-C.")
     server.serve_forever()

@@ -205,11 +205,9 @@ class Description:
         )
 
 
-def show_dataset(
-    name: str, *, pixels: int | None = None, seed: int = 0, **options: Any
-) -> Description:
+def show_dataset(name: str, *, pixels: int | None = None, **options: Any) -> Description:
     """Open the set called `name` and count what it holds."""
-    data = load(name, pixels=pixels, seed=seed, **options)
+    data = load(name, pixels=pixels, **options)
     splits = {
         split: count_split(images.labels, images.groups, len(data.classes))
         for split, images in data.splits()

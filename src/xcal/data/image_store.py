@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from xcal.data.images import ImageData, Images
 from xcal.data.listing import SPLITS
@@ -75,6 +76,9 @@ class DatasetInfo:
     """Images of which the source names no group, in a set that has groups."""
     one_image_per_person: bool = False
     """Declared by hand at the import."""
+
+
+_INFO = TypeAdapter(DatasetInfo)
 
 
 def listing_version(kind: str) -> int:
@@ -222,15 +226,7 @@ def read_info(name: str, pixels: int | None = None) -> DatasetInfo:
                 f"{LISTINGS[raw['kind']][1]}: import it again with xcal data import "
                 f"{raw['source']} --name {name} --pixels {raw['pixels']}."
             )
-        raw["splits"] = {
-            split: SplitCounts(**{**counts, "per_class": tuple(counts["per_class"])})
-            for split, counts in raw["splits"].items()
-        }
-        for key in ("classes", "notes"):
-            raw[key] = tuple(raw[key])
-        for key in ("original_sizes", "skipped"):
-            raw[key] = tuple((a, b) for a, b in raw[key])
-        return DatasetInfo(**raw)
+        return _INFO.validate_python(raw)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(name, _ABOUT) from error
 

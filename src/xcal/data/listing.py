@@ -320,14 +320,13 @@ def assign_splits(
     records: Sequence[Record],
     n_classes: int,
     notes: list[str],
-    seed: int = 0,
     *,
     all_train: bool = False,
     group_name: str = "group",
 ) -> tuple[Record, ...]:
     """Give every record a split; what a set brings of its own stays, unless `all_train`.
 
-    Whole groups are moved, chosen at random from `seed` within the class that most of their
+    Whole groups are moved, chosen at random, always alike, within the class that most of their
     images have. Validation is cut from training, never from test; where there is no test split
     either, that is cut from training first.
     """
@@ -338,7 +337,7 @@ def assign_splits(
     if given <= {"test"}:
         raise UserError("The set has a test split but no images to train on.")
     result = [replace(r, split="train") if r.split is None else r for r in records]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     if "test" not in given:
         result = _move(result, "test", TEST_SHARE, n_classes, rng)
         notes.append(_cut(result, "test", len(records)))

@@ -166,21 +166,18 @@ def check_compares(logits: Tensor) -> None:
         )
 
 
-class OneFinding(nn.Module):
-    """The network with two answers, (N, 2): that the finding is absent, and that it is there.
+class OneFinding(AnyNetwork):
+    """A network of several findings, with two answers (N, 2): that one is absent, that it is there.
 
     Their softmax is the finding's own probability, and a map of the second is a map of the finding.
     """
 
-    head_layer = None  # not one linear layer any more: maps are made of gradients
-
     def __init__(self, network: nn.Module, finding: int) -> None:
-        super().__init__()
-        self.network, self.finding = network, finding
-        layer = getattr(network, "cam_layer", None)
-        self.cam_layer = None if layer is None else f"network.{layer}"
-        self.train(network.training)
+        # No `head_layer`: it is not one linear layer any more, and maps are made of gradients.
+        layer, reshape = (getattr(network, name, None) for name in ("cam_layer", "cam_reshape"))
+        super().__init__(network, layer, reshape)
+        self.finding = finding
 
     def forward(self, images: Tensor) -> Tensor:
-        there = self.network(images)[:, self.finding]
+        there = super().forward(images)[:, self.finding]
         return torch.stack([torch.zeros_like(there), there], dim=1)

@@ -6,18 +6,13 @@ Without dropout and stochastic depth: the explanation signal compares two passes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from xcal.models.layers import (
-    Norm,
-    check_output_stride,
-    choose_trainable,
-    initialized,
-    norm_maker,
-)
+from xcal.models.layers import Norm, staged
 from xcal.models.probe import Columns, Tail, read_stages
 
 _NormMaker = Callable[[int], nn.Module]
@@ -209,19 +204,15 @@ def efficientnet_b0(
 
     A head on columns starts at zero: under much noise a first guess at random would stay in it.
     """
-    check_output_stride(output_stride)
-    maker = norm_maker(norm)
     reads = read_stages(head_reads, len(_STAGES) + 2)
-    model: EfficientNetB0 = initialized(
-        lambda: EfficientNetB0(classes, maker, output_stride, reads, whitened), seed
+    model: EfficientNetB0 = staged(
+        partial(EfficientNetB0, classes, reads=reads, whitened=whitened),
+        norm=norm,
+        output_stride=output_stride,
+        trainable=trainable,
+        train_norm_affine=train_norm_affine,
+        seed=seed,
     )
     if reads is not None:
         nn.init.zeros_(model.classifier[1].weight)  # type: ignore[arg-type]
-    choose_trainable(
-        model,
-        stages=model.stages(),
-        head=model.classifier,
-        trainable=trainable,
-        train_norm_affine=train_norm_affine,
-    )
     return model

@@ -61,10 +61,28 @@ def norm_maker(norm: str) -> Callable[[int], nn.Module]:
     raise UserError(f"norm is {norm!r}: choose 'group' (from scratch) or 'frozen' (published)")
 
 
-def check_output_stride(output_stride: int) -> None:
-    """Refuse strides the networks do not have."""
+def staged(
+    build: Callable[..., Any],
+    *,
+    norm: str,
+    output_stride: int,
+    trainable: str,
+    train_norm_affine: bool,
+    seed: int | None,
+) -> Any:
+    """A network of stages, of a norm's maker and an output stride, with what trains chosen."""
     if output_stride not in (16, 32):
         raise UserError(f"output_stride is {output_stride}: choose 32 or 16")
+    maker = norm_maker(norm)
+    model = initialized(lambda: build(norm=maker, output_stride=output_stride), seed)
+    choose_trainable(
+        model,
+        stages=model.stages(),
+        head=model.get_submodule(model.head_layer),
+        trainable=trainable,
+        train_norm_affine=train_norm_affine,
+    )
+    return model
 
 
 def laid_out(build: Callable[[], Network]) -> Network:

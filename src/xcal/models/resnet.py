@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from xcal.models.layers import (
-    HalvingMaxPool2d,
-    Norm,
-    check_output_stride,
-    choose_trainable,
-    initialized,
-    norm_maker,
-)
+from xcal.models.layers import HalvingMaxPool2d, Norm, staged
 
 _NormMaker = Callable[[int], nn.Module]
 
@@ -110,14 +104,12 @@ def resnet18(
     seed: int | None = None,
 ) -> ResNet18:
     """A ResNet-18 with first weights drawn from `seed` (None: fresh entropy)."""
-    check_output_stride(output_stride)
-    maker = norm_maker(norm)
-    model: ResNet18 = initialized(lambda: ResNet18(classes, maker, output_stride), seed)
-    choose_trainable(
-        model,
-        stages=model.stages(),
-        head=model.fc,
+    model: ResNet18 = staged(
+        partial(ResNet18, classes),
+        norm=norm,
+        output_stride=output_stride,
         trainable=trainable,
         train_norm_affine=train_norm_affine,
+        seed=seed,
     )
     return model

@@ -5,7 +5,7 @@ explanations as one page.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,31 +120,26 @@ def _draw_curve(axes: Any, found: Explanation) -> None:
 def explanations_page(
     run: LoadedRun,
     explanations: Sequence[Explanation],
-    *,
-    epsilon: float | None,
-    delta: float | None,
-    nominal: float | None = None,
     choice: MapChoice,
+    result: Mapping[str, Any],
 ) -> str:
     """The page as HTML. Every text from outside is escaped; images are part of the file."""
+    told = "no privacy guarantee (ε = ∞)"
+    if (epsilon := result.get("epsilon_target")) is not None:
+        told = f"ε = {epsilon:g}, δ = {result['delta']:g}"
+    elif (nominal := result.get("epsilon_nominal")) is not None:
+        told = f"no privacy guarantee (ε = ∞, nominal ε = {nominal:g})"
     return render(
         "explain.html",
         method=name_today(run.experiment),
         data=run.experiment.data,
         network=run.experiment.network,
         pixels=run.experiment.pixels,
-        guarantee=_guarantee(epsilon, delta, nominal),
+        guarantee=told,
         maps=choice.sentence(),
         bar=css_gradient(),
         explanations=[_item(found) for found in explanations],
     )
-
-
-def _guarantee(epsilon: float | None, delta: float | None, nominal: float | None) -> str:
-    if epsilon is not None:
-        return f"ε = {epsilon:g}, δ = {delta:g}"
-    beside = "" if nominal is None else f", nominal ε = {nominal:g}"
-    return f"no privacy guarantee (ε = ∞{beside})"
 
 
 def _item(found: Explanation) -> dict[str, Any]:

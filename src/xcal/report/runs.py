@@ -184,53 +184,39 @@ def map_of_run(
     """The map asked for, or for `auto` the one of the highest ROAD on public validation images.
 
     What the run itself chose at its end holds. Another choice is written into the run's folder,
-    where it may be, and read from there the next time.
-    Only what was measured is remembered: agreement to measure may come later.
+    where it may be, and read from there the next time. Only what was measured is remembered:
+    agreement to measure may come later.
     """
-    path = None if run.folder is None else run.folder / REMEMBERED
-    of = _of(run) if wanted == AUTO and path is not None else {}
-    if path is not None and of:
-        found = _read(path, of) or _of_the_run(run)
-        if found is not None:
-            return found
-    choice = map_for(
-        run.experiment, run.model, lambda: load_data(run).validation, wanted, on_images
-    )
-    if path is not None and choice.road:
+
+    def choose() -> MapChoice:
+        return map_for(
+            run.experiment, run.model, lambda: load_data(run).validation, wanted, on_images
+        )
+
+    if wanted != AUTO or run.folder is None:
+        return choose()
+    path, model = run.folder / REMEMBERED, run.folder / "model.safetensors"
+    # Another model or another list of maps asks for another choice.
+    weights = hashlib.sha256(model.read_bytes()).hexdigest()
+    of = {"model": weights, "candidates": list(CANDIDATES), "images": CHOSEN_ON}
+    with contextlib.suppress(*UNUSABLE):
+        kept = read_json(path)
+        if kept["of"] == of:
+            return _checked(kept["choice"])
+    with contextlib.suppress(*UNUSABLE):
+        # Of the kinds that there are today, and of the model that is still there.
+        result = run.folder / "result.json"
+        kept = read_json(result)["explanations"]["choice"]
+        newer = model.stat().st_mtime_ns > result.stat().st_mtime_ns
+        known = set(kept["road"]) == set(kinds_for(run.model))
+        if known and not newer and validation_is_public(run.experiment):
+            return _checked(kept)
+    choice = choose()
+    if choice.road:
         # In a folder that only may be read it is chosen anew the next time.
         with contextlib.suppress(OSError, UserError):
             write_json(path, {"of": of, "choice": choice.as_dict()})
     return choice
-
-
-def _of(run: LoadedRun) -> dict[str, Any]:
-    """What a choice was made of: another model or another list of maps asks for another."""
-    assert run.folder is not None
-    weights = hashlib.sha256((run.folder / "model.safetensors").read_bytes()).hexdigest()
-    return {"model": weights, "candidates": list(CANDIDATES), "images": CHOSEN_ON}
-
-
-def _of_the_run(run: LoadedRun) -> MapChoice | None:
-    """What the run chose among the kinds that there are today, of the model that is still there."""
-    assert run.folder is not None
-    try:
-        result, model = (run.folder / name for name in ("result.json", "model.safetensors"))
-        newer = model.stat().st_mtime_ns > result.stat().st_mtime_ns
-        if newer or not validation_is_public(run.experiment):
-            return None
-        kept = read_json(result)["explanations"]["choice"]
-        return _checked(kept) if set(kept["road"]) == set(kinds_for(run.model)) else None
-    except UNUSABLE:
-        return None
-
-
-def _read(path: Path, of: dict[str, Any]) -> MapChoice | None:
-    """What was remembered of this very model; None where nothing usable was."""
-    try:
-        kept = read_json(path)
-        return _checked(kept["choice"]) if kept["of"] == of else None
-    except UNUSABLE:
-        return None
 
 
 def _checked(kept: dict[str, Any]) -> MapChoice:
@@ -259,8 +245,8 @@ def evaluate_run(
     The classifier is measured on the whole test split; explanations on a fixed subset of it, of
     `explained` images, by default as many as the run itself explained at its end. So on the run's
     own data the numbers are those of its `result.json`. `maps_by` is a map's name; None: as the run
-    itself has it (`maps`). `against` is another run, usually one
-    without privacy, whose maps of the same images are compared with this one's.
+    itself has it (`maps`). `against` is another run, usually one without privacy, whose maps of the
+    same images are compared with this one's.
     """
     if against is not None and against.experiment.pixels != run.experiment.pixels:
         raise UserError(

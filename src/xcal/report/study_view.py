@@ -109,12 +109,19 @@ def _table(moving: Sequence[str], rows: Sequence[Row]) -> Table:
         head += [metric_title(measure), *(["difference"] if paired else [])]
     lines = []
     for row in rows:
-        cells = [", ".join(row[a] for a in moving), row["macro_f1_seeds"] or NOTHING]
+        diverged = f", {row['diverged']} diverged" if row["diverged"] != "0" else ""
+        seeds = (row["macro_f1_seeds"] or NOTHING) + diverged
+        cells = [", ".join(row[a] for a in moving), seeds]
         for measure in shown:
             cells.append(_mean(row, measure))
             cells += [_difference(row, measure)] if paired else []
         lines.append(tuple(cells))
-    note = "Mean ± standard deviation over seeds; differences are paired, with 95 % intervals."
+    note = "Mean ± standard deviation over seeds."
+    if paired:
+        note += (
+            " Differences from the first value, paired by seed, with 95 % intervals that resample"
+            " seeds and whole groups of test images."
+        )
     return Table("All of it", tuple(head), tuple(lines), note)
 
 
@@ -128,4 +135,4 @@ def _difference(row: Row, measure: str) -> str:
     if not row[f"{measure}_low"]:
         return NOTHING
     mean, low, high = (float(row[f"{measure}_{what}"]) for what in ("difference", "low", "high"))
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], {row[f'{measure}_verdict']}"
