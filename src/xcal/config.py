@@ -43,14 +43,7 @@ Device = Annotated[str, BeforeValidator(_known_device)]
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
 _LATER = (
-    "public_validation",
-    "public_validation_by",
-    "workers",
-    "log",
-    "precision",
-    "trust",
-    "honest",
-    "noise_kind",
+    "public_validation public_validation_by workers log precision trust honest noise_kind".split()
 )
 
 

@@ -78,7 +78,7 @@ def test_gradient_canaries_are_added_at_full_length_once():
     model = micro(3, seed=1)
     size = sum(p.numel() for p in trainable(model).values())
     directions = Directions(size, 4, seed=0)
-    engine = CanaryEngine(model, data=data, directions=directions)
+    engine = CanaryEngine(model, data=data, directions=directions, bounds=[])
     batch = data.draw(1.0, SeededNoise(1), NoiseKey("0", "x", 0, 0, "draw"))
     assert len(batch.labels) == 150  # canaries have no pictures
     real = ClippingEngine(model).clipped_sum(batch.images, batch.labels, clip=0.7)

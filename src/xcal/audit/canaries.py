@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xcal.audit.one_client import flat, load_flat
 from xcal.data.images import Images
-from xcal.dp.clipping import Bound, ClippedSum, ClippingEngine
+from xcal.dp.clipping import PLAIN, Bound, ClippedSum, ClippingEngine
 from xcal.dp.clipping.named import trainable
 from xcal.dp.noise import NoiseKey, NoiseSource
 from xcal.dp.sampling import poisson_draw
@@ -131,15 +131,25 @@ class CanaryData(LocalData):
 
 
 class CanaryEngine(ClippingEngine):
-    """The real clipping engine, with the drawn gradient canaries added to its sum."""
+    """The real clipping engine, with the drawn gradient canaries added to its sum.
+
+    It notes in `bounds` what it was told, step by step.
+    """
 
     def __init__(
-        self, model: nn.Module, *, data: CanaryData, directions: Directions, **sizes: Any
+        self,
+        model: nn.Module,
+        *,
+        data: CanaryData,
+        directions: Directions,
+        bounds: list[Bound],
+        **sizes: Any,
     ) -> None:
         super().__init__(model, **sizes)
-        self._data, self._directions = data, directions
+        self._data, self._directions, self._bounds = data, directions, bounds
 
     def clipped_sum(self, *args: Any, clip: float, **options: Any) -> ClippedSum:
+        self._bounds.append(Bound(clip, options.get("geometry", PLAIN)))
         found = super().clipped_sum(*args, clip=clip, **options)
         flat = self._directions.sum_of(self._data.taken()) * clip
         pieces = torch.split(flat, [g.numel() for g in found.gradients.values()])
@@ -243,7 +253,7 @@ class GradientWatcher:
     """
 
     directions: Directions
-    bounds: list[Bound]  # what the engine was told, step by step
+    bounds: list[Bound]  # of the engine
     readings: list[Scores] = field(default_factory=list)
     own_spread: list[Scores | None] = field(default_factory=list)
     deviations: list[float] = field(default_factory=list)

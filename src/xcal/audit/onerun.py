@@ -11,6 +11,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import binom
-from torch import nn
 
 from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import (
@@ -41,7 +41,7 @@ from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.dp.accounting import reference_cost
-from xcal.dp.clipping import PLAIN, Bound
+from xcal.dp.clipping import Bound
 from xcal.dp.clipping.named import trainable
 from xcal.dp.ledger.rows import Charge, charges_of, read_rows
 from xcal.dp.noise import SeededNoise
@@ -239,17 +239,9 @@ def _with_gradients(
     directions = Directions(parameters, len(included), experiment.seed)
     data = CanaryData(planted, included, in_gradient=True)
     bounds: list[Bound] = []
-
-    class Engine(CanaryEngine):
-        def __init__(self, model: nn.Module, **sizes: int) -> None:
-            super().__init__(model, data=data, directions=directions, **sizes)
-
-        def clipped_sum(self, *args: Any, clip: float, **options: Any) -> Any:
-            bounds.append(Bound(clip, options.get("geometry", PLAIN)))
-            return super().clipped_sum(*args, clip=clip, **options)
-
+    engine = partial(CanaryEngine, data=data, directions=directions, bounds=bounds)
     watcher = GradientWatcher(directions, bounds)
-    trained = train_one_client(experiment, data, classes, observe=watcher, make_engine=Engine)
+    trained = train_one_client(experiment, data, classes, observe=watcher, make_engine=engine)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None

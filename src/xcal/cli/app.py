@@ -12,12 +12,10 @@ from xcal.cli import (
     audit,
     data,
     demo,
-    evaluate,
-    explain,
     federation_runs,
     ledger_command,
+    model,
     plan,
-    predict,
     report_command,
     run,
     site,
@@ -54,10 +52,10 @@ def _options(
 app.command("plan")(plan.plan_command)
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
-app.command("evaluate")(evaluate.evaluate_command)
-app.command("predict")(predict.predict_command)
-app.command("explain")(explain.explain_command)
-app.command("export")(predict.export_command)
+app.command("evaluate")(model.evaluate_command)
+app.command("predict")(model.predict_command)
+app.command("explain")(model.explain_command)
+app.command("export")(model.export_command)
 app.command("audit")(audit.audit_command)
 app.command("panel")(report_command.panel_command)
 app.command("study")(study.study_command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,15 +25,39 @@ def load(name: str, *, pixels: int | None = None, seed: int = 0, **options: Any)
     with `pixels`, `seed` and the options, and returns an `ImageData`. Which code runs is thus
     decided by who runs it; never pass a name that came over the network.
     """
+    if not _made_here(name):
+        if options:
+            raise UserError(
+                f"The imported data set {name!r} has no option {next(iter(options))!r}."
+            )
+        return open_dataset(name, pixels)
+    given = {"seed": seed, **options} | ({} if pixels is None else {"pixels": pixels})
+    function = smear if name == "smear" else load_object(name, "data set")
+    try:
+        known = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}."
+        ) from None
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    for option in given:
+        if option not in known and not takes_any:
+            hint = nearest(option, tuple(known)) or f" It knows {', '.join(known)}."
+            raise UserError(f"The data set {name!r} has no option {option!r}.{hint}")
     if name == "smear":
-        return _call(_smear, name, pixels, {"seed": seed, **options})
-    if ":" in name:
-        return _call(_find(name), name, pixels, {"seed": seed, **options})
-    if options:
-        raise UserError(f"The imported data set {name!r} has no option {next(iter(options))!r}.")
-    return open_dataset(name, pixels)
+        return _smear(**given)
+    try:
+        data = function(**given)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # code of the user's own
+        raise UserError(
+            f"The function {name!r} made no data set ({error_words(error)}): {WHAT_IT_MUST_GIVE}."
+        ) from error
+    return _checked(data, name, pixels)
 
 
+WHAT_IT_MUST_GIVE = "docs/data.md says what such a function must give"
 _OF_A_HOSPITAL = ("csv", "folders")  # layouts that published sets do not come in
 
 
@@ -55,58 +78,14 @@ def _made_here(name: str) -> bool:
 _smear = lru_cache(maxsize=2)(smear)
 
 
-WHAT_IT_MUST_GIVE = "docs/data.md says what such a function must give"
-
-
-def _find(name: str) -> Callable[..., Any]:
-    """The function that `package.module:name` names."""
-    found = load_object(name, "data set")
-    if not callable(found):
-        raise UserError(f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}.")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _call(
-    function: Callable[..., Any], name: str, pixels: int | None, options: dict[str, Any]
-) -> ImageData:
-    """Call with the options it knows; an unknown one is the user's error, not a traceback."""
-    if pixels is not None:
-        options["pixels"] = pixels
-    try:
-        known = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{name!r} is not a function that makes a data set: {WHAT_IT_MUST_GIVE}."
-        ) from None
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    for option in options:
-        if option not in known and not takes_any:
-            hint = nearest(option, tuple(known)) or f" It knows {', '.join(known)}."
-            raise UserError(f"The data set {name!r} has no option {option!r}.{hint}")
-    if function is _smear:
-        return _smear(**options)
-    try:
-        data = function(**options)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # code of the user's own
-        raise UserError(
-            f"The function {name!r} made no data set ({error_words(error)}): {WHAT_IT_MUST_GIVE}."
-        ) from error
-    return _checked(data, name, pixels)
-
-
 def _checked(data: object, name: str, pixels: int | None) -> ImageData:
     """What a function of the user's own returned, if it is a data set of what was asked for."""
     wrong = None
     if not isinstance(data, ImageData):
         wrong = f"{type(data).__name__} instead of ImageData"
     elif len(data.classes) < 2:
-        wrong = (
-            f"a data set of {len(data.classes)} class{'' if data.classes else 'es'}, and to tell"
-        )
-        wrong += " apart there must be two or more"
+        count = f"{len(data.classes)} class{'' if data.classes else 'es'}"
+        wrong = f"a data set of {count}, and to tell apart there must be two or more"
     else:
         for split, images in data.splits():
             side = images.pixels.shape[1]

@@ -245,15 +245,9 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     "pneumoniamnist": ("normal", "pneumonia"),
     "breastmnist": ("malignant", "normal or benign"),
     "octmnist": ("choroidal neovascularization", "diabetic macular edema", "drusen", "normal"),
-    "bloodmnist": (
-        "basophil",
-        "eosinophil",
-        "erythroblast",
-        "immature granulocyte",
-        "lymphocyte",
-        "monocyte",
-        "neutrophil",
-        "platelet",
+    "bloodmnist": tuple(
+        "basophil|eosinophil|erythroblast|immature granulocyte|lymphocyte|monocyte|neutrophil"
+        "|platelet".split("|")
     ),
 }
 

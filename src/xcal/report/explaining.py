@@ -224,7 +224,9 @@ def find_pictures(run: LoadedRun, words: Sequence[str]) -> list[Picture]:
                 test = test if test is not None else load_data(run).test
                 found.append(_from_test(test, word.removeprefix(TEST)))
             elif Path(word).is_dir():
-                found += _from_folder(Path(word), pixels)
+                for path in folder_images(folder := Path(word)):
+                    name = path.relative_to(folder).as_posix()
+                    found.append(Picture(name, read_picture(path, pixels)))
             else:
                 found.append(Picture(Path(word).name, read_picture(Path(word), pixels)))
     return found
@@ -270,13 +272,6 @@ def _from_test(test: Images, which: str) -> Picture:
         )
     label = tuple(test.labels[index].tolist()) if test.multi_label else int(test.labels[index])
     return Picture(str(test.ids[index]), np.asarray(test.pixels[index]), label)
-
-
-def _from_folder(folder: Path, pixels: int) -> list[Picture]:
-    return [
-        Picture(path.relative_to(folder).as_posix(), read_picture(path, pixels))
-        for path in folder_images(folder)
-    ]
 
 
 def folder_images(folder: Path) -> list[Path]:

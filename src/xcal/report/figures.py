@@ -13,28 +13,8 @@ from xcal.plotting import picture, require
 
 # One color a method everywhere (after Okabe and Ito), for light and for dark pages.
 METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp", "xcal-steered")
-LIGHT = (
-    "#0062a3",
-    "#b84a00",
-    "#00714f",
-    "#8a3b7a",
-    "#57606a",
-    "#1f2328",
-    "#7a5c00",
-    "#5b4bb3",
-    "#b3261e",
-)
-DARK = (
-    "#6cb6ff",
-    "#ff9f5a",
-    "#56d4a8",
-    "#e39ad0",
-    "#9aa4af",
-    "#e6edf3",
-    "#e5c07b",
-    "#b3a6ff",
-    "#ff8a80",
-)
+LIGHT = tuple("#0062a3 #b84a00 #00714f #8a3b7a #57606a #1f2328 #7a5c00 #5b4bb3 #b3261e".split())
+DARK = tuple("#6cb6ff #ff9f5a #56d4a8 #e39ad0 #9aa4af #e6edf3 #e5c07b #b3a6ff #ff8a80".split())
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
 
