@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from xcal.cli.show import LiveProgress, make_table, plain_console
+from xcal.data.catalog import load, show_dataset
 
 app = typer.Typer(
     help="Real image sets: import, list, show, partition, constants.", no_args_is_help=True
@@ -50,7 +51,6 @@ def import_command(
     ),
 ) -> None:
     """Read a data set as hospitals and Kaggle give it; decoded once, kept for `data=NAME`."""
-    from xcal.data.catalog import show_dataset
     from xcal.data.importing import import_dataset
 
     with LiveProgress(plain_console()) as shown:
@@ -107,7 +107,6 @@ def show_command(
     sheet: Path | None = Option(None, help="Also write a contact sheet to this PNG."),
 ) -> None:
     """Show counts per split, class and group, sizes, license; and a contact sheet."""
-    from xcal.data.catalog import show_dataset
     from xcal.data.pictures import contact_sheet
 
     found = show_dataset(name, pixels=pixels)
@@ -132,7 +131,6 @@ def partition_command(
     out: Path = Option(Path("partition.png"), help="Where the picture goes."),
 ) -> None:
     """Draw the federation: what each client would hold."""
-    from xcal.data.catalog import load
     from xcal.data.partition import partition
     from xcal.data.pictures import partition_picture
     from xcal.experiments import make_experiment

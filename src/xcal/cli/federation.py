@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from typer import Argument, Option
@@ -11,9 +10,8 @@ from typer import Argument, Option
 from xcal.cli.show import plain_console
 from xcal.cli.site import make_site
 from xcal.errors import UserError
-
-if TYPE_CHECKING:
-    from xcal.federation.nvflare.provision import Coordinator
+from xcal.federation.nvflare import provision
+from xcal.federation.nvflare.parties import Invitation, Party
 
 app = typer.Typer(
     help="A federation between hospitals: certificates, checks, runs.", no_args_is_help=True
@@ -35,8 +33,6 @@ def init_command(
     seed: int | None = Option(None, help="With --local: simulated noise that can be drawn again."),
 ) -> None:
     """Coordinator: make the CA, the invitations, and the server's and the lead's kits."""
-    from xcal.federation.nvflare import provision
-
     if not local:
         if experiment is not None or seed is not None:
             raise UserError("--experiment and --seed go with --local: real sites have their own.")
@@ -64,9 +60,6 @@ def join_command(
     ),
 ) -> None:
     """Site: make a key and a request. The key never leaves the folder."""
-    from xcal.federation.nvflare import provision
-    from xcal.federation.nvflare.parties import Invitation, Party
-
     invited = Invitation.read(invitation)
     if (out is None) == (renew is None):
         raise UserError("Say where: --out FOLDER for a new party, or --renew FOLDER.")
@@ -102,8 +95,6 @@ def approve_command(
     ),
 ) -> None:
     """Coordinator: sign a request of an invited party."""
-    from xcal.federation.nvflare import provision
-
     made = provision.Coordinator.find(coordinator)
     signed = provision.approve(made, request, fingerprint, renew=renew, override=override)
     say(f"Signed the key with the fingerprint {provision.key_fingerprint(request)}.")
@@ -118,8 +109,6 @@ def revoke_command(
     reason: str = Option(..., help="Why; all sites read it."),
 ) -> None:
     """Coordinator: shut somebody out. Server and sites refuse the key from then on."""
-    from xcal.federation.nvflare import provision
-
     made = provision.Coordinator.find(coordinator)
     for key in provision.revoke(made, name, reason):
         say(f"Revoked {name}'s key {key}.")
@@ -133,8 +122,7 @@ def members_command(
     listed: Path | None = Argument(None, metavar="[LIST]", help="A newer list to take."),
 ) -> None:
     """Show who joined, renewed a key or was shut out; with LIST, take a newer one."""
-    from xcal.federation.nvflare import members, provision
-    from xcal.federation.nvflare.parties import Party
+    from xcal.federation.nvflare import members
 
     if (folder / "party.json").exists():
         party = Party.find(folder)
@@ -157,7 +145,7 @@ def members_command(
         say(entry.text())
 
 
-def _tell_sites(made: Coordinator) -> None:
+def _tell_sites(made: provision.Coordinator) -> None:
     say(
         f"{made.members_file} goes to the sites with the next round; a server that lies elsewhere,"
         " and a site that shall know at once, takes it: xcal federation members FOLDER LIST"
@@ -190,9 +178,7 @@ def accept_command(
     With --data, --population, --epsilon and --delta it also makes the site's directory and
     its policy.toml, as `xcal site init` does.
     """
-    from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.check import check_party
-    from xcal.federation.nvflare.parties import Party
 
     party = Party.find(folder)
     terms = (data, population, epsilon, delta)
@@ -235,7 +221,6 @@ def accept_command(
 def check_command(folder: Path = Argument(..., help="The party's folder.")) -> None:
     """Tell what is wrong with a party before it starts; exit code 2 where something is."""
     from xcal.federation.nvflare.check import check_party
-    from xcal.federation.nvflare.parties import Party
 
     found = check_party(Party.find(folder))
     for finding in found:

@@ -11,6 +11,8 @@ from typer import Argument, Option
 
 from xcal.cli.show import make_table, plain_console
 from xcal.errors import UserError
+from xcal.federation.files import own_folder, write_bytes
+from xcal.federation.ledgers_of import find_ledgers
 
 if TYPE_CHECKING:
     from xcal.dp.ledger.analysis import Analysis
@@ -39,7 +41,6 @@ def create_command(
     from xcal.dp.calibration import check_target
     from xcal.dp.ledger import ledger as ledgers
     from xcal.dp.ledger.rows import Terms
-    from xcal.federation.files import own_folder
     from xcal.federation.site_directory import ONE_LEDGER, sites_of_the_same
 
     check_target(epsilon, delta)
@@ -90,7 +91,6 @@ def show_command(
     """Show what was spent, by whom, and the last rows."""
     from xcal.dp.ledger.analysis import lifetime_text, spending
     from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, terms_of
-    from xcal.federation.ledgers_of import find_ledgers
 
     console = plain_console()
     for found in find_ledgers(path):
@@ -152,7 +152,6 @@ def verify_command(
     """
     from xcal.dp.ledger.analysis import lifetime_text, spending_text
     from xcal.dp.ledger.rows import read_rows, verify
-    from xcal.federation.ledgers_of import find_ledgers
 
     if path.suffix.lower() in (".html", ".htm"):
         _verify_page(path, ledger)
@@ -196,8 +195,6 @@ def _verify_page(path: Path, ledger: Path | None) -> None:
 
 
 def _one_ledger(path: Path) -> Path:
-    from xcal.federation.ledgers_of import find_ledgers
-
     found = list(find_ledgers(path))
     if len(found) != 1:
         raise UserError(f"{path} has {len(found)} ledgers: name one client's.")
@@ -211,7 +208,6 @@ def certificate_command(
 ) -> None:
     """One signed page for the data-protection officer: what was paid, to whom, what is left."""
     from xcal.federation.certificate import KEY, certificate, read_certificate
-    from xcal.federation.files import write_bytes
 
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{out} is no page: give it a name that ends in .html.")
@@ -251,7 +247,6 @@ def analyse_command(
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
     from xcal.dp.ledger.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
     from xcal.dp.ledger.rows import read_rows
-    from xcal.federation.ledgers_of import find_ledgers
 
     found = []
     for ledger in find_ledgers(path):

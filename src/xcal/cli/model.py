@@ -20,7 +20,9 @@ from typer import Argument, Option
 
 from xcal import plotting
 from xcal.cli.show import LiveProgress, make_table, number, plain_console
+from xcal.data.synthetic import watched
 from xcal.errors import UserError
+from xcal.federation.files import write_bytes
 
 if TYPE_CHECKING:
     from xcal.report.trained import Predicted, Trained
@@ -43,8 +45,6 @@ def predict_command(
 
     If one file cannot be read it is named, and nothing is written.
     """
-    from xcal.data.synthetic import watched
-    from xcal.federation.files import write_bytes
     from xcal.report.trained import load
 
     trained = load(run)
@@ -141,8 +141,6 @@ def export_command(
 
     The file's answers are compared with the original's before anything is written.
     """
-    from xcal.data.synthetic import watched
-    from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
     from xcal.report.exporting import exported
     from xcal.report.trained import load
@@ -195,7 +193,6 @@ def evaluate_command(
     as_json: bool = Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Measure a trained model: the classifier on all test images, explanations on a subset."""
-    from xcal.data.synthetic import watched
     from xcal.report.runs import evaluate_run, load_data, load_run
 
     loaded = load_run(run)
@@ -288,7 +285,6 @@ def explain_command(
 
     Writes a PNG for each image and one HTML page with all of them that needs no other file.
     """
-    from xcal.federation.files import write_bytes
     from xcal.federation.folder import RunFolder
     from xcal.report.drawing import answer_text, explanations_page, save_explanation
     from xcal.report.explaining import explain_pictures, file_names, find_pictures
