@@ -131,7 +131,7 @@ def study_command(
     Values of the first axis are compared with its first value, seed by seed. The same command
     again goes on where it stopped; more seeds or values add to what is there.
     """
-    from xcal.report.study_view import COMPARISON, study_page
+    from xcal.report.report import COMPARISON, study_page
     from xcal.studies.grid import own_grid
     from xcal.studies.runner import Options, run_grid
     from xcal.studies.statistics import rows_of, rows_text

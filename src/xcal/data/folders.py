@@ -12,7 +12,7 @@ from xcal.data.decode import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import SPLIT_NAMES, ColumnChoice, Listing, Record, Split, group_of_one
 from xcal.data.source_files import Files
-from xcal.data.table import passed_over, people_beside
+from xcal.data.table import check_one_person, passed_over, people_beside
 from xcal.errors import UserError
 
 # …/TRAIN/EOSINOPHIL/_12_3456.jpeg: neither number says which picture the file is a copy of.
@@ -176,11 +176,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
     for image, cls, split in found:
         person = told.of.get(image)
         own = patient_of_file(files, image) if ask_files else None
-        if person is not None and own is not None and own != person:
-            raise UserError(
-                f"The table beside the images and the header of {image} (PatientID) name different"
-                " people: mend one of them, or say that the table is right with --group-column."
-            )
+        check_one_person("The table beside the images", "", image, person, own)
         if own is not None and told.group_name is None:
             group_name = "patient"
         whose = person or own

@@ -116,12 +116,7 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
             seen.add(path)
             group = somebody(row.get(whose, "")) if whose else ""
             own = patient_of_file(files, path) if ask_files else None
-            if group and own is not None and own != group:
-                raise UserError(
-                    f"{table} and the header of {path} (PatientID) name different people: mend"
-                    " one of them, or say that the table is right with --group-column"
-                    f" {whose!r}."
-                )
+            check_one_person(table, f" {whose!r}", path, group, own)
             if own is not None and whose is None:
                 group_name = "patient"
             group = group or own or ""
@@ -143,6 +138,17 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
         license="unknown",
         missing=tuple(missing),
     )
+
+
+def check_one_person(
+    table: str, column: str, path: str, person: str | None, own: str | None
+) -> None:
+    """Refuse an image whose header names another patient than the table does."""
+    if person and own is not None and own != person:
+        raise UserError(
+            f"{table} and the header of {path} (PatientID) name different people: mend one of them,"
+            f" or say that the table is right with --group-column{column}."
+        )
 
 
 def listed_in(

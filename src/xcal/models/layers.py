@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -17,14 +16,6 @@ from xcal.errors import UserError
 
 Norm = Literal["group", "frozen"]
 Network = TypeVar("Network", bound=nn.Module)
-
-
-class PublicConstants(nn.Module, ABC):
-    """A module whose buffers are public constants, read from a file and never updated."""
-
-    @abstractmethod
-    def reset_constants(self) -> None:
-        """Put the constants to values that change nothing."""
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
@@ -124,8 +115,8 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         _fill_with(module.bias, 0.0)
     if isinstance(module, nn.BatchNorm2d):
         module.reset_running_stats()
-    if isinstance(module, PublicConstants):
-        module.reset_constants()
+    if reset := getattr(module, "reset_constants", None):  # buffers that a file may bring
+        reset()
 
 
 def _fill_with(tensor: Tensor | None, value: float) -> None:
