@@ -186,7 +186,7 @@ def _pictures(pixels: NDArray[np.uint8], labels: NDArray[np.int64]) -> Images:
     return Images(pixels, labels, np.arange(len(labels), dtype=np.int64), ids)
 
 
-# --- reading them off what a training releases ---------------------------------------------------
+# --- reading them off what a training releases ----------------------------------------------------
 
 
 Scores = NDArray[np.float64]

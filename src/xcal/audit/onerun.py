@@ -308,7 +308,7 @@ def _with_inputs(
     return trained, views
 
 
-# --- canary clients, for methods whose noise a trusted server adds -------------------------------
+# --- canary clients, for methods whose noise a trusted server adds --------------------------------
 
 
 def audit_clients(

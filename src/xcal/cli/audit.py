@@ -22,9 +22,9 @@ def audit_command(
     method: list[str] = Option([], help="A method to attack; all if not given."),
     sets: list[str] = Option([], "--set", help="key=value of the trainings attacked."),
     quick: bool = Option(False, help="A minute's worth: weaker attacks."),
-    canaries: int | None = Option(None, min=2, help="Gradient canaries of the one-run audit."),
-    models: int | None = Option(None, min=4, help="Models of membership inference, even."),
-    pictures: int | None = Option(None, min=1, help="Pictures that inversion tries."),
+    canaries: int | None = Option(None, help="Gradient canaries of the one-run audit."),
+    models: int | None = Option(None, help="Models of membership inference, even."),
+    pictures: int | None = Option(None, help="Pictures that inversion tries."),
     level: list[str] = Option(
         [], help="An ε that inversion is tried at, or none; none, 50, 5, 0.5 if not given."
     ),
@@ -46,6 +46,9 @@ def audit_command(
         raise UserError(f"confidence is {confidence:g}: choose at least 0.5 and less than 1.")
     wanted = {"gradient_canaries": canaries, "models": models, "pictures": pictures}
     chosen: dict[str, Any] = {k: v for k, v in wanted.items() if v is not None}
+    for name, least in (("gradient_canaries", 2), ("models", 4), ("pictures", 1)):
+        if chosen.get(name, least) < least:
+            raise UserError(f"{name.split('_')[-1]} is {chosen[name]}: choose at least {least}.")
     if level:
         chosen["levels"] = tuple(None if text == "none" else _level(text) for text in level)
     effort = replace(QUICK if quick else Effort(), confidence=confidence, **chosen)

@@ -230,7 +230,7 @@ def isic(files: Files, task: str | None, choice: ColumnChoice) -> Listing:
     )
 
 
-# --- MedMNIST: one `.npz` with `train_images`, `train_labels`, `val_…`, `test_…` -----------------
+# --- MedMNIST: one `.npz` with `train_images`, `train_labels`, `val_…`, `test_…` ------------------
 
 
 _PARTS: tuple[tuple[str, Split], ...] = (

@@ -114,7 +114,7 @@ def _draw_curve(axes: Any, found: Explanation) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-# --- as a page that needs no network and no other file -------------------------------------------
+# --- as a page that needs no network and no other file --------------------------------------------
 
 
 def explanations_page(

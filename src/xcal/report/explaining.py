@@ -192,7 +192,7 @@ def _notes(maps: Tensor, curve: RoadResult) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# --- which images: files, folders of files, or images of the run's test split --------------------
+# --- which images: files, folders of files, or images of the run's test split ---------------------
 
 
 TEST = "test:"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from xcal.plotting import picture, require
 METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp", "xcal-steered")
 LIGHT = tuple("#0062a3 #b84a00 #00714f #8a3b7a #57606a #1f2328 #7a5c00 #5b4bb3 #b3261e".split())
 DARK = tuple("#6cb6ff #ff9f5a #56d4a8 #e39ad0 #9aa4af #e6edf3 #e5c07b #b3a6ff #ff8a80".split())
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
+# By style: dash and mark as plotly calls them, and as matplotlib does.
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P"}
 
 
 def tone(method: str) -> int:
@@ -47,6 +48,9 @@ class Line:
     @property
     def name(self) -> str:
         return self.label or self.group
+
+    def of(self, styles: Mapping[str, Any]) -> tuple[str, Any]:
+        return [*styles.items()][self.style % len(styles)]
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,8 @@ class Figure:
             "mode": line.mode,
             "name": line.name,
             "meta": {"tone": line.tone, "group": line.group},
-            "line": {"dash": DASHES[line.style % len(DASHES)], "width": 1 if line.faint else 2},
-            "marker": {"symbol": MARKS[line.style % len(MARKS)], "size": 7},
+            "line": {"dash": line.of(DASHES)[0], "width": 1 if line.faint else 2},
+            "marker": {"symbol": line.of(MARKS)[0], "size": 7},
             "x": list(line.y if self.across else line.x),
             "y": list(line.x if self.across else line.y),
             "hovertemplate": f"%{{{'y' if self.across else 'x'}}}"
@@ -146,11 +150,7 @@ def thinned(values: Sequence[Any], most: int = 300) -> list[Any]:
     return [values[round(i * step)] for i in range(most)]
 
 
-# --- as SVG and PDF, for papers (extra `figures`) ------------------------------------------------
-
-
-_DASHES = ("-", "--", ":", "-.", (0, (8, 3)))
-_MARKS = "osD^P"
+# --- as SVG and PDF, for papers (extra `figures`) -------------------------------------------------
 
 
 def save_figures(folder: Path, figures: Iterable[Figure]) -> None:
@@ -197,8 +197,8 @@ def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
         x,
         y,
         color=color,
-        linestyle=_DASHES[line.style % 5] if "lines" in line.mode else "none",
-        marker=_MARKS[line.style % 5] if "markers" in line.mode else "",
+        linestyle=line.of(DASHES)[1] if "lines" in line.mode else "none",
+        marker=line.of(MARKS)[1] if "markers" in line.mode else "",
         markersize=4,
         linewidth=0.7 if line.faint else 1.4,
         alpha=0.35 if line.faint else None,

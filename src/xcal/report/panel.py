@@ -340,7 +340,7 @@ def _blocks_across(count: int, block: float) -> int:
     return min(whole, key=lambda across: abs(math.log(across**2 * block / count / _WIDE)))
 
 
-# --- on a report's page --------------------------------------------------------------------------
+# --- on a report's page ---------------------------------------------------------------------------
 
 
 def panel_of(runs: Sequence[RunView], count: int = 4, maps: str = AUTO) -> Panel | None:

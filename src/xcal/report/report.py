@@ -168,7 +168,7 @@ def save_report(
     return page
 
 
-# --- a run that still trains, served to this machine only ----------------------------------------
+# --- a run that still trains, served to this machine only -----------------------------------------
 
 
 class LiveReport:
@@ -219,7 +219,7 @@ class LiveReport:
         return "application/json", json.dumps(told)
 
 
-# --- a study of one's own (`xcal study`): one figure and one table -------------------------------
+# --- a study of one's own (`xcal study`): one figure and one table --------------------------------
 
 
 COMPARISON = "comparison.csv"

@@ -1,4 +1,4 @@
-"""A finished run, read back: its experiment, its network with the trained weights, its classes."""
+"""A finished run, read back; the map that explains its model; all of its metrics."""
 
 from __future__ import annotations
 

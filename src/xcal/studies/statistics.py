@@ -244,7 +244,7 @@ def compare(
     )
 
 
-# --- a grid of one's own in one table: each value of the compared axis against the first ---------
+# --- a grid of one's own in one table: each value of the compared axis against the first ----------
 
 
 MEASURES: tuple[Measure, ...] = ("macro_f1", "road", "auroc")
