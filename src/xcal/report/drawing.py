@@ -19,6 +19,7 @@ from xcal.plotting import picture as drawn_picture
 from xcal.report.explaining import Answer, Explanation
 from xcal.report.runs import LoadedRun
 from xcal.report.template import render
+from xcal.report.words import percent
 
 # Two lines that stay apart for readers who see fewer colors (Okabe and Ito's palette).
 MOST_FIRST = "#d55e00"
@@ -39,10 +40,6 @@ def tiles(found: Explanation) -> tuple[Image.Image, Image.Image, Image.Image]:
         overlay(found.image, found.saliency, side=side),
         picture(found.covered, side=side),
     )
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def cells_text(found: Explanation) -> str:
@@ -146,26 +143,17 @@ def _item(found: Explanation) -> dict[str, Any]:
     image, overlaid, covered = (data_uri(part) for part in tiles(found))
     ranked = sorted(zip(found.classes, found.probabilities, strict=True), key=lambda pair: -pair[1])
     return {
-        "name": found.name,
-        "class_name": found.answer.name,
+        "found": found,
         "answer": answer_text(found.answer),
         "verdict": verdict(found),
         "verdict_class": "" if found.right is None else "right" if found.right else "wrong",
-        "notes": found.notes,
         "image": image,
         "overlay": overlaid,
         "covered": covered,
         "where": where_in_words(found),
         "cells": cells_text(found),
-        "share": percent(found.covered_share),
         "covered_answer": answer_text(found.covered_answer),
-        "before": percent(found.answer.confidence),
-        "kept": percent(found.kept),
-        "levels": [f"{level:g} %" for level in (0, *found.levels)],
-        "morf": [percent(value) for value in found.morf],
-        "lerf": [percent(value) for value in found.lerf],
-        "road": f"{found.road:+.3f}",
-        "classes": [(name, percent(value)) for name, value in ranked],
+        "classes": ranked,
         "chart": _chart(found),
     }
 

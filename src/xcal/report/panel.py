@@ -35,11 +35,11 @@ from xcal.federation.setup import DATA_SEED, may_measure
 from xcal.methods.registry import METHODS, name_today
 from xcal.plotting import FAINT, INK, RIGHT, WRONG, require, shortened, tile
 from xcal.plotting import picture as drawn_picture
-from xcal.report.drawing import percent, scale
+from xcal.report.drawing import scale
 from xcal.report.run_figures import RunView
 from xcal.report.runs import LoadedRun, load_data, load_run, map_of_run
 from xcal.report.template import Panel, Tile
-from xcal.report.words import epsilon_text
+from xcal.report.words import epsilon_text, percent
 
 _SIDE = 128  # pixels a tile
 _WIDE = 1.45  # the shape a figure had best have: width by height
