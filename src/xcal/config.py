@@ -22,6 +22,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=1_000_000)]
+Count = Annotated[int, Field(ge=0)]
+CountOrAll = Annotated[Count | None, BeforeValidator(lambda v: None if v == "all" else v)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 # Images in every pass of a client whose noise is secure: fewer are slower, and more are filled up
@@ -196,16 +198,14 @@ class Experiment(BaseModel):
         0.0, "share of a round's last steps whose weights are averaged into the answer"
     )
     # measuring and running
-    validation_images: Annotated[int, Field(ge=0)] = kept(
+    validation_images: Count = kept(
         500, "size of the fixed public validation subset measured every round"
     )
-    road_images: Annotated[int, Field(ge=0)] = kept(
-        32, "how many of them are also explained and scored by ROAD"
-    )
+    road_images: Count = kept(32, "how many of them are also explained and scored by ROAD")
     road_every: Whole = kept(2, "in every k-th round, and in the last")
-    road_test_images: Annotated[
-        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
-    ] = kept(200, "test images explained at the end, a fixed sample; or 'all'")
+    road_test_images: CountOrAll = kept(
+        200, "test images explained at the end, a fixed sample; or 'all'"
+    )
     maps: str | None = kept(
         None,
         "how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
@@ -229,7 +229,7 @@ class Experiment(BaseModel):
         "images in every pass, filled up; 0: as many as are drawn, which sites of a"
         " real population refuse; by default 32 where noise is secure, else 0",
     )
-    feature_cache_mb: Annotated[int, Field(ge=0)] = kept(
+    feature_cache_mb: Count = kept(
         512, "memory a client may use to keep what a frozen backbone makes of its images"
     )
     device: Device = kept(

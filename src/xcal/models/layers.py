@@ -54,18 +54,24 @@ def norm_maker(norm: str) -> Callable[[int], nn.Module]:
 
 def staged(
     build: Callable[..., Any],
+    classes: int,
     *,
-    norm: str,
-    output_stride: int,
-    trainable: str,
-    train_norm_affine: bool,
-    seed: int | None,
+    norm: Norm = "group",
+    output_stride: int = 32,
+    trainable: str = "all",
+    train_norm_affine: bool = False,
+    seed: int | None = None,
+    **more: Any,
 ) -> Any:
-    """A network of stages, of a norm's maker and an output stride, with what trains chosen."""
+    """A network of stages with first weights drawn from `seed` (None: fresh entropy).
+
+    `build` is given the classes, the maker of `norm`, the output stride and what else there is;
+    `trainable` and `train_norm_affine` say what trains, as in `choose_trainable`.
+    """
     if output_stride not in (16, 32):
         raise UserError(f"output_stride is {output_stride}: choose 32 or 16")
     maker = norm_maker(norm)
-    model = initialized(lambda: build(norm=maker, output_stride=output_stride), seed)
+    model = initialized(lambda: build(classes, maker, output_stride, **more), seed)
     choose_trainable(
         model,
         stages=model.stages(),

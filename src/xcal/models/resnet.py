@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xcal.models.layers import HalvingMaxPool2d, Norm, staged
+from xcal.models.layers import HalvingMaxPool2d, staged
 
 _NormMaker = Callable[[int], nn.Module]
 
@@ -94,22 +94,7 @@ def _stage(
     )
 
 
-def resnet18(
-    classes: int,
-    *,
-    norm: Norm = "group",
-    output_stride: int = 32,
-    trainable: str = "all",
-    train_norm_affine: bool = False,
-    seed: int | None = None,
-) -> ResNet18:
-    """A ResNet-18 with first weights drawn from `seed` (None: fresh entropy)."""
-    model: ResNet18 = staged(
-        partial(ResNet18, classes),
-        norm=norm,
-        output_stride=output_stride,
-        trainable=trainable,
-        train_norm_affine=train_norm_affine,
-        seed=seed,
-    )
+def resnet18(classes: int, **keys: Any) -> ResNet18:
+    """A ResNet-18; keys as of `staged`."""
+    model: ResNet18 = staged(ResNet18, classes, **keys)
     return model
