@@ -122,28 +122,23 @@ class Description:
             "",
         ]
         width = max(12, *(len(name) for name in self.data.classes))
-        heading = "".join(f"{split:>12}" for split in self.splits)
-        lines.append(" " * width + heading)
-        for number, name in enumerate(self.data.classes):
-            counts = "".join(f"{c.per_class[number]:>12,}" for c in self.splits.values())
-            lines.append(f"{name:<{width}}" + counts)
-        lines.append(
-            f"{'images':<{width}}" + "".join(f"{c.images:>12,}" for c in self.splits.values())
-        )
+        counts = self.splits.values()
+        rows = [
+            (name, [c.per_class[i] for c in counts]) for i, name in enumerate(self.data.classes)
+        ]
+        rows.append(("images", [c.images for c in counts]))
         if self.data.group_name != RECORD_GROUPS:
-            groups = "".join(f"{c.groups:>12,}" for c in self.splits.values())
-            largest = "".join(f"{c.largest_group:>12,}" for c in self.splits.values())
-            lines.append(f"{self.data.group_name + 's':<{width}}" + groups)
-            lines.append(f"{'most of one':<{width}}" + largest)
+            rows.append((f"{self.data.group_name}s", [c.groups for c in counts]))
+            rows.append(("most of one", [c.largest_group for c in counts]))
+        lines.append(" " * width + "".join(f"{split:>12}" for split in self.splits))
+        lines += [f"{name:<{width}}" + "".join(f"{n:>12,}" for n in row) for name, row in rows]
         if self.info is not None:
             sizes = ", ".join(f"{size} ({n:,})" for size, n in self.info.original_sizes[:3])
             lines += ["", f"from {self.info.source} ({self.info.kind}, task: {self.info.task})"]
             lines.append(f"original sizes: {sizes}")
             lines += list(self.info.notes)
-            if self.info.skipped:
-                lines.append(
-                    f"{len(self.info.skipped):,} files could not be used and were left out."
-                )
+            if skipped := self.info.skipped:
+                lines.append(f"{len(skipped):,} files could not be used and were left out.")
         return "\n".join(lines)
 
     def people(self) -> str:
