@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from xcal.audit.inversion import Inverted
-from xcal.audit.reconstructions import draw_inversion, load_inverted
-from xcal.audit.similarity import psnr
+from xcal.audit.inversion import Inverted, psnr
+from xcal.audit.parts import draw_inversion, load_inverted
 
 HERE = Path(__file__).parent
 

@@ -216,7 +216,7 @@ def report_command(
     count = len(material.studies)
     typer.echo(f"The report on {count} stud{'ies' if count > 1 else 'y'} is in {out}.")
     if figures is not None:
-        from xcal.report.vector import save_figures
+        from xcal.report.figures import save_figures
 
         drawn = [f for s in material.studies for f in s.every_figure]
         save_figures(figures, track(drawn, "Figures", console=console, transient=True))

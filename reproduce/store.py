@@ -88,7 +88,7 @@ def merge(into: Results, others: Iterable[Results]) -> Merged:
         if result.finished:
             into.write(scale, result.values, other.test_set(result.values["test_set"]))
         else:
-            into.write_failed(scale, result.values)
+            into.write(scale, result.values, None)
     return Merged(len(new), known, tuple(different))
 
 

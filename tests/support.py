@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.data.images import ImageData, Images
+from xcal.explain.signal import SignalSettings, image_components, scores
 from xcal.methods.fl_dp import StaticNoise
 
 TESTS = Path(__file__).parent
@@ -110,3 +111,11 @@ def sets(**changes: Any) -> list[str]:
     for key, value in {**TINY, **changes}.items():
         words += ["--set", f"{key}={value}"]
     return words
+
+
+def image_scores(
+    model: nn.Module, images: Tensor, logits: Tensor, features: Tensor, settings: SignalSettings
+) -> Tensor:
+    """The score (N,) of each image, in [0, 1] and float64."""
+    parts = image_components(model, images, logits, features, settings)
+    return scores(parts, settings.alpha, settings.beta, settings.gamma)

@@ -19,7 +19,7 @@ from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import (
     SignalSettings,
     components,
-    image_scores,
+    image_components,
     mask_images,
     scores,
     top_cells,
@@ -166,7 +166,8 @@ def _secure(setting: Setting) -> Step:
 
 def full_signal(model: nn.Module, images: Tensor, logits: Tensor, features: Tensor) -> Tensor:
     """Our signal: maps in closed form from the training forward, one more inference pass."""
-    return image_scores(model, images, logits, features, SignalSettings())
+    parts = image_components(model, images, logits, features, SignalSettings())
+    return scores(parts, 1.0, 1.0, 1.0)
 
 
 def _default_signal(setting: Setting) -> Step:

@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Whole = Annotated[int, Field(ge=1, le=1_000_000)]
+Count = Annotated[int, Field(ge=0)]
+CountOrAll = Annotated[Count | None, BeforeValidator(lambda v: None if v == "all" else v)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 # Images in every pass of a client whose noise is secure: fewer are slower, and more are filled up
@@ -42,14 +45,7 @@ Device = Annotated[str, BeforeValidator(_known_device)]
 # Keys that came when runs were recorded already: left out where they are not set, so that digests
 # of older runs stay what they were.
 _LATER = (
-    "public_validation",
-    "public_validation_by",
-    "workers",
-    "log",
-    "precision",
-    "trust",
-    "honest",
-    "noise_kind",
+    "public_validation public_validation_by workers log precision trust honest noise_kind".split()
 )
 
 
@@ -62,228 +58,192 @@ def key(default: Any, description: str, *, travels: bool, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"travels": travels}, **limits)
 
 
+sent = partial(key, travels=True)
+kept = partial(key, travels=False)
+
+
 class Experiment(BaseModel):
     """The keys that every method has; a method's own keys stand in its file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
-    preset: str | None = key(
-        None, "a layer of defaults beneath the other keys, by name", travels=False
-    )
+    preset: str | None = kept(None, "a layer of defaults beneath the other keys, by name")
     # what is trained, on what
-    method: str = key("xcal", "a method's name, or package.module:name", travels=True)
-    data: str = key("smear", "a data set's name, or package.module:name", travels=False)
-    pixels: Annotated[int, Field(ge=16, le=1024)] = key(64, "side of the images", travels=True)
-    train_images: Annotated[int, Field(ge=1)] | None = key(
-        None, "use at most this many training images", travels=False
+    method: str = sent("xcal", "a method's name, or package.module:name")
+    data: str = kept("smear", "a data set's name, or package.module:name")
+    pixels: Annotated[int, Field(ge=16, le=1024)] = sent(64, "side of the images")
+    train_images: Annotated[int, Field(ge=1)] | None = kept(
+        None, "use at most this many training images"
     )
-    network: str = key("small", "a network's name, or package.module:name", travels=True)
-    norm: Literal["group", "frozen"] = key(
-        "group", "group norm from scratch, or frozen published batch norm", travels=True
+    network: str = sent("small", "a network's name, or package.module:name")
+    norm: Literal["group", "frozen"] = sent(
+        "group", "group norm from scratch, or frozen published batch norm"
     )
-    output_stride: Literal[16, 32] = key(32, "16 makes the last stage's map finer", travels=True)
-    head_reads: str = key(
+    output_stride: Literal[16, 32] = sent(32, "16 makes the last stage's map finer")
+    head_reads: str = sent(
         "last",
         "what the head reads: last (the last map), or stages:a-b (maps and squares of"
         " these stages, standardized by public constants in the weights file)",
-        travels=True,
     )
-    pool_views: Literal["auto", "none", "turns", "mirrored-turns", "shifts"] = key(
+    pool_views: Literal["auto", "none", "turns", "mirrored-turns", "shifts"] = sent(
         "auto",
         "whether the head reads the mean over views of an image: turns (four),"
         " mirrored-turns (eight), or shifts (plain, mirrored, moved left and right, closer); auto:"
         " xcal takes those that a set's symmetry allows, where only a head trains; else none",
-        travels=True,
     )
-    whiten: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = key(
+    whiten: Weight | None = sent(
         None,
         "a head that reads several stages: 0 reads them standardized; else whitened by"
         " the covariance of public images, shrunk by so many times its mean eigenvalue; by default"
         " xcal takes 10 where that was measured to help (docs/recipes.md), else 0",
-        travels=True,
     )
-    train: str = key(
-        "all", "what trains: all, head, head+norm, head+norm:k or last:k stages", travels=True
-    )
-    train_norm: bool = key(False, "whether a frozen norm's scale and shift train", travels=True)
-    weights: str | None = key(None, "published weights, .safetensors or .pth", travels=False)
+    train: str = sent("all", "what trains: all, head, head+norm, head+norm:k or last:k stages")
+    train_norm: bool = sent(False, "whether a frozen norm's scale and shift train")
+    weights: str | None = kept(None, "published weights, .safetensors or .pth")
     # the federation
-    clients: Whole = key(3, "number of clients N", travels=False)
-    participants: Whole | None = key(None, "clients a round m; all if not given", travels=False)
-    rounds: Whole = key(8, "communication rounds T", travels=True)
-    local_epochs: Whole = key(1, "local epochs E", travels=True)
-    quorum: Whole | None = key(
-        None, "fewest answers that make a round; all who were asked if not given", travels=False
+    clients: Whole = kept(3, "number of clients N")
+    participants: Whole | None = kept(None, "clients a round m; all if not given")
+    rounds: Whole = sent(8, "communication rounds T")
+    local_epochs: Whole = sent(1, "local epochs E")
+    quorum: Whole | None = kept(
+        None, "fewest answers that make a round; all who were asked if not given"
     )
-    round_timeout: Positive | None = key(
-        None, "seconds the server waits for a round's answers; for ever if not given", travels=False
+    round_timeout: Positive | None = kept(
+        None, "seconds the server waits for a round's answers; for ever if not given"
     )
-    average: Annotated[float, Field(ge=1e-6, le=1)] = key(
-        0.5, "share of a round's weights in the reported model's running average", travels=False
+    average: Annotated[float, Field(ge=1e-6, le=1)] = kept(
+        0.5, "share of a round's weights in the reported model's running average"
     )
-    aggregation: Literal["mean", "median", "trimmed-mean"] = key(
-        "mean",
-        "what the server makes of a round's answers; the last two by coordinate",
-        travels=False,
+    aggregation: Literal["mean", "median", "trimmed-mean"] = kept(
+        "mean", "what the server makes of a round's answers; the last two by coordinate"
     )
-    trim: Annotated[float, Field(gt=0, lt=0.5)] = key(
-        0.2, "share of the answers that trimmed-mean drops at each end, rounded up", travels=False
+    trim: Annotated[float, Field(gt=0, lt=0.5)] = kept(
+        0.2, "share of the answers that trimmed-mean drops at each end, rounded up"
     )
-    partition: Literal["iid", "label", "label-extreme", "covariate"] = key(
-        "iid", "how the training images are spread over the clients", travels=False
+    partition: Literal["iid", "label", "label-extreme", "covariate"] = kept(
+        "iid", "how the training images are spread over the clients"
     )
-    concentration: Positive = key(0.5, "Dirichlet concentration of a label shift", travels=False)
-    units_per_client: Whole | None = key(
+    concentration: Positive = kept(0.5, "Dirichlet concentration of a label shift")
+    units_per_client: Whole | None = kept(
         None,
         "units at each client; where there are too few, clients share some, which sites"
         " of a real population refuse",
-        travels=False,
     )
-    keep_groups: bool = key(True, "keep a group's images at one client", travels=False)
-    sites: tuple[str, ...] | None = key(
-        None, "sites with ledgers of their own, one a client", travels=False
-    )
+    keep_groups: bool = kept(True, "keep a group's images at one client")
+    sites: tuple[str, ...] | None = kept(None, "sites with ledgers of their own, one a client")
     # the guarantee
-    epsilon: Finite = key(5.0, "target ε over all rounds", travels=True)
-    delta: Finite = key(1e-5, "target δ", travels=True)
-    accountant: Literal["auto", "renyi"] = key(
+    epsilon: Finite = sent(5.0, "target ε over all rounds")
+    delta: Finite = sent(1e-5, "target δ")
+    accountant: Literal["auto", "renyi"] = sent(
         "auto",
         "auto: privacy-loss distributions where a method's noise is fixed beforehand,"
         " else the Rényi filter; renyi: the filter for all, to compare methods",
-        travels=True,
     )
-    unit: Unit | None = key(
+    unit: Unit | None = sent(
         None,
         "what the guarantee protects: record (one image) or group (all images of one"
         " patient); by default group where the data set names groups, else record",
-        travels=True,
     )
-    images_per_unit: Whole = key(4, "images used of a drawn group", travels=True)
-    group_cap: Whole | None = key(
-        None, "most images of one group that a record-level run uses; enforced", travels=False
+    images_per_unit: Whole = sent(4, "images used of a drawn group")
+    group_cap: Whole | None = kept(
+        None, "most images of one group that a record-level run uses; enforced"
     )
-    trust: Literal["site", "masked"] = key(
+    trust: Literal["site", "masked"] = kept(
         "site",
         "site: every site is protected by its own noise alone; masked: the server sees"
         " only the masked sum, one step a round, and sites share the noise, which rests on `honest`"
         " of them (docs/guarantee.md §10)",
-        travels=False,
     )
-    honest: Whole | None = key(
+    honest: Whole | None = kept(
         None,
         "masked: how many of the sites are assumed to add their noise and to keep it"
         " secret; all but one if not given",
-        travels=False,
     )
-    noise_kind: Literal["gaussian", "discrete"] = key(
+    noise_kind: Literal["gaussian", "discrete"] = sent(
         "gaussian",
         "what a site's own noise is: gaussian, rounded with the sum to a public grid, or"
         " discrete: whole numbers on sums that are rounded before it, with rounding charged, and"
         " plans at a whole Rényi order (docs/guarantee.md §10); shared noise always is",
-        travels=True,
     )
-    noise: Literal["seeded", "secure"] | None = key(
-        None,
-        "seeded (default of simulations) or secure (default where sites are given)",
-        travels=False,
+    noise: Literal["seeded", "secure"] | None = kept(
+        None, "seeded (default of simulations) or secure (default where sites are given)"
     )
-    paired: bool = key(
-        False,
-        "simulations: methods of one seed share draws and noise, for comparing them",
-        travels=False,
+    paired: bool = kept(
+        False, "simulations: methods of one seed share draws and noise, for comparing them"
     )
-    public_validation: bool | None = key(
+    public_validation: bool | None = kept(
         None,
         "sites of a real population: true lets the data set's validation and test"
         " images be measured, which no guarantee covers; else no such image is used",
-        travels=False,
     )
-    public_validation_by: str | None = key(
-        None, "who agreed to public_validation = true, by name", travels=False
-    )
+    public_validation_by: str | None = kept(None, "who agreed to public_validation = true, by name")
     # local training
-    expected_batch_size: Whole = key(64, "expected batch size B", travels=True)
-    lr: Annotated[float, Field(gt=0, le=1e30)] = key(1.5, "learning rate η", travels=True)
-    max_grad_norm: Positive = key(
-        1.0, "clipping norm C; in dp-fedavg S, of a client's update", travels=True
-    )
-    loss: str | None = key(
+    expected_batch_size: Whole = sent(64, "expected batch size B")
+    lr: Annotated[float, Field(gt=0, le=1e30)] = sent(1.5, "learning rate η")
+    max_grad_norm: Positive = sent(1.0, "clipping norm C; in dp-fedavg S, of a client's update")
+    loss: str | None = kept(
         None,
         "package.module:name of a function (logits, labels) that gives one number per"
         " image, or of a torch loss; by default cross-entropy",
-        travels=False,
     )
-    optimizer: Literal["sgd", "momentum", "adam"] = key("sgd", "the local optimizer", travels=True)
-    momentum: Annotated[float, Field(ge=0, lt=1)] = key(0.9, "for momentum", travels=True)
-    views: Whole = key(
-        1, "views of an image whose mean gradient is clipped; the plain one is first", travels=True
+    optimizer: Literal["sgd", "momentum", "adam"] = sent("sgd", "the local optimizer")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = sent(0.9, "for momentum")
+    views: Whole = sent(
+        1, "views of an image whose mean gradient is clipped; the plain one is first"
     )
-    augment: Literal["turns", "shifts"] = key(
-        "turns", "what views are: turned and mirrored, or mirrored and moved a little", travels=True
+    augment: Literal["turns", "shifts"] = sent(
+        "turns", "what views are: turned and mirrored, or mirrored and moved a little"
     )
-    average_steps: Share = key(
-        0.0,
-        "share of a round's last steps whose weights are averaged into the answer",
-        travels=True,
+    average_steps: Share = sent(
+        0.0, "share of a round's last steps whose weights are averaged into the answer"
     )
     # measuring and running
-    validation_images: Annotated[int, Field(ge=0)] = key(
-        500, "size of the fixed public validation subset measured every round", travels=False
+    validation_images: Count = kept(
+        500, "size of the fixed public validation subset measured every round"
     )
-    road_images: Annotated[int, Field(ge=0)] = key(
-        32, "how many of them are also explained and scored by ROAD", travels=False
+    road_images: Count = kept(32, "how many of them are also explained and scored by ROAD")
+    road_every: Whole = kept(2, "in every k-th round, and in the last")
+    road_test_images: CountOrAll = kept(
+        200, "test images explained at the end, a fixed sample; or 'all'"
     )
-    road_every: Whole = key(2, "in every k-th round, and in the last", travels=False)
-    road_test_images: Annotated[
-        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda v: None if v == "all" else v)
-    ] = key(200, "test images explained at the end, a fixed sample; or 'all'", travels=False)
-    maps: str | None = key(
+    maps: str | None = kept(
         None,
         "how answers are explained at the end: gradcam, gradcam++, hirescam, layercam,"
         " occlusion, cell-occlusion, rise, two of them joined by +, or auto: the best by ROAD on"
         " public validation images; rounds are always scored with gradcam; by default auto in xcal,"
         " else gradcam",
-        travels=False,
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "of all but secure noise", travels=False)
-    threads: Annotated[int, Field(ge=0, le=256)] = key(
-        1, "torch threads of each process; 0 takes all cores", travels=False
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = kept(0, "of all but secure noise")
+    threads: Annotated[int, Field(ge=0, le=256)] = kept(
+        1, "torch threads of each process; 0 takes all cores"
     )
-    workers: Annotated[int, Field(ge=1, le=256)] | None = key(
+    workers: Annotated[int, Field(ge=1, le=256)] | None = kept(
         None,
         "processes of one thread each that a round's clients train in, side by side; as"
         " many as there are cores if not given, 1 where threads are more; does not change the"
         " result",
-        travels=False,
     )
-    chunk: Whole = key(256, "images processed at once; does not change the result", travels=False)
-    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = key(
+    chunk: Whole = kept(256, "images processed at once; does not change the result")
+    pass_rows: Annotated[int, Field(ge=0, le=64)] | None = kept(
         None,
         "images in every pass, filled up; 0: as many as are drawn, which sites of a"
         " real population refuse; by default 32 where noise is secure, else 0",
-        travels=False,
     )
-    feature_cache_mb: Annotated[int, Field(ge=0)] = key(
-        512,
-        "memory a client may use to keep what a frozen backbone makes of its images",
-        travels=False,
+    feature_cache_mb: Count = kept(
+        512, "memory a client may use to keep what a frozen backbone makes of its images"
     )
-    device: Device = key(
-        "cpu",
-        "where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)",
-        travels=False,
+    device: Device = kept(
+        "cpu", "where tensors live: cpu, cuda, cuda:1 (the second GPU), or mps (Apple's)"
     )
-    precision: Literal["single", "bf16"] | None = key(
+    precision: Literal["single", "bf16"] | None = kept(
         None,
         "of training passes: single (float32, the default), or bf16: products in"
         " bfloat16, as torch.autocast rounds them; what is clipped and released is float32 either"
         " way. Runs of the local engine without sites",
-        travels=False,
     )
-    log: Literal["none", "tensorboard", "mlflow", "wandb"] = key(
+    log: Literal["none", "tensorboard", "mlflow", "wandb"] = kept(
         "none",
         "where released and public numbers of each round also go; does not change the result",
-        travels=False,
     )
 
     @property
@@ -386,17 +346,18 @@ def parse_set(text: str) -> tuple[str, Any]:
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
         raise UserError(f"--set takes key=value, not {text!r}.")
+    return key.strip(), toml_value(raw.strip())
+
+
+def toml_value(text: str) -> Any:
+    """A value as TOML has it; what is none is text."""
     try:
-        value = tomllib.loads(f"v = {raw.strip()}")["v"]
+        return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = raw.strip()
-    return key.strip(), value
+        return text
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Flat keys as TOML; None is left out, since TOML has no null."""
-    lines = []
-    for key, value in values.items():
-        if value is not None:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n"
+    lines = (f"{key} = {json.dumps(v)}\n" for key, v in values.items() if v is not None)
+    return "".join(lines) or "\n"

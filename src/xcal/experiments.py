@@ -60,11 +60,10 @@ KEYS = tuple(experiment_type().model_fields)
 LOCAL_KEYS = frozenset(k for k in KEYS if not travels(experiment_type(), k))
 
 
-def with_preset(values: Mapping[str, Any], where: str = "the experiment") -> dict[str, Any]:
+def _with_preset(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The values on top of the layer of defaults that their `preset` names, if any."""
-    name = values.get("preset")
-    if name is None:
-        return dict(values)
+    if (name := values.get("preset")) is None:
+        return values
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(
             f"Unknown preset {name!r} in {where}.{nearest(str(name), tuple(PRESETS))}"
@@ -85,7 +84,7 @@ def make_experiment(values: Mapping[str, Any], where: str = "the experiment") ->
         if key not in known:
             raise UserError(f"Unknown key {key!r} in {where}.{nearest(str(key), known)}")
     given = set(values)
-    values = with_preset(values, where)
+    values = _with_preset(values, where)
     try:
         made = kind(**values)
         made = made.model_copy(update=left_to_the_method(dict(made)))

@@ -43,7 +43,4 @@ BEFORE_THE_KEY: Mapping[str, Any] = {
 
 def names_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values under the names that keys have today; of two names of one key the later counts."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found[RENAMED.get(key, key)] = value
-    return found
+    return {RENAMED.get(key, key): value for key, value in values.items()}

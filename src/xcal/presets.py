@@ -11,7 +11,7 @@ preset does. How the numbers were found, and what that means for privacy, is tol
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 Keys = dict[str, Any]
 
@@ -80,25 +80,20 @@ def _tight(given: Mapping[str, Any]) -> bool:
 
 # EfficientNet-B0 with ImageNet weights, three clients: the rate at each ε, for one view of an image
 # and for the mean of several. How they were chosen is told in docs/recipes.md.
+class _Found(NamedTuple):
+    rates: tuple[float, float, float]
+    pooled_rates: tuple[float, float, float]
+    views: str  # cells and moles have no upright; chests do
+    # From the second ε on: below, noise drowns the directions that whitening brings up.
+    whitened: bool
+
+
+_FOUND = {
+    "blood-cells": _Found((0.003, 0.1, 0.5), (0.01, 0.05, 0.2), "mirrored-turns", True),
+    "chest-xray14": _Found((0.003, 0.05, 0.2), (0.003, 0.02, 0.1), "shifts", False),
+    "ham10000": _Found((0.003, 0.05, 1.0), (0.003, 0.05, 0.2), "mirrored-turns", True),
+}
 _LARGE = {"expected_batch_size": 1024, "rounds": 20, "max_grad_norm": 8.0}
-_RATES: dict[str, tuple[float, float, float]] = {
-    "blood-cells": (0.003, 0.1, 0.5),
-    "chest-xray14": (0.003, 0.05, 0.2),
-    "ham10000": (0.003, 0.05, 1.0),
-}
-_POOLED_RATES: dict[str, tuple[float, float, float]] = {
-    "blood-cells": (0.01, 0.05, 0.2),
-    "chest-xray14": (0.003, 0.02, 0.1),
-    "ham10000": (0.003, 0.05, 0.2),
-}
-# Cells and moles have no upright; chests do.
-_SYMMETRY = {
-    "blood-cells": "mirrored-turns",
-    "chest-xray14": "shifts",
-    "ham10000": "mirrored-turns",
-}
-# Where whitening helped, from this ε on: below, noise drowns the directions that it brings up.
-_WHITENED = frozenset({"blood-cells", "ham10000"})
 _SHRUNK = 10.0
 _OTHER = {"expected_batch_size": 256, "rounds": 20, "max_grad_norm": 8.0}
 _READS = "stages:4-6"
@@ -129,9 +124,9 @@ def _good(given: Mapping[str, Any]) -> Keys:
     pooled = given.get("pool_views", "auto")
     if pooled == "auto":
         pooled = _views(given.get("method", "xcal"), data)
-    if data in _RATES:
-        rates = _RATES if pooled == "none" else _POOLED_RATES
-        recipe = {**_LARGE, "lr": rates[data][_place(given)]}
+    if (found := _FOUND.get(data)) is not None:
+        rates = found.rates if pooled == "none" else found.pooled_rates
+        recipe = {**_LARGE, "lr": rates[_place(given)]}
     else:
         recipe = {**_OTHER, "lr": 0.05 if _tight(given) else 0.2}
     if isinstance(clients, int) and clients > _CLIENTS:
@@ -163,7 +158,7 @@ def _good(given: Mapping[str, Any]) -> Keys:
 
 def _views(method: object, data: str) -> str:
     """The views that `xcal` pools; others leave an image as it is."""
-    return _SYMMETRY.get(data, "none") if method == "xcal" else "none"
+    return _FOUND[data].views if method == "xcal" and data in _FOUND else "none"
 
 
 def left_to_the_method(made: Mapping[str, Any]) -> Keys:
@@ -179,7 +174,8 @@ def left_to_the_method(made: Mapping[str, Any]) -> Keys:
         found["pool_views"] = _views(made["method"], made["data"]) if head else "none"
     if made["whiten"] is None:
         reads = made["head_reads"] != "last" and made["weights"] is not None
-        helps = made["data"] in _WHITENED and made["epsilon"] >= _BETWEEN[0]
+        known = _FOUND.get(made["data"])
+        helps = known is not None and known.whitened and made["epsilon"] >= _BETWEEN[0]
         found["whiten"] = _SHRUNK if head and reads and helps else 0.0
     if made["maps"] is None:
         found["maps"] = "auto" if ours else "gradcam"

@@ -11,9 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from xcal.audit.central_audit import audit_clients
 from xcal.audit.inversion import Settings, experiment_for, invert, update_of
-from xcal.audit.onerun import audit_method
+from xcal.audit.onerun import audit_clients, audit_method
 from xcal.audit.suite import Effort, Suite
 from xcal.cli.app import app
 from xcal.data import catalog

@@ -16,16 +16,19 @@ from xcal.audit.canaries import (
     Directions,
     blank_pictures,
     mislabeled,
+    mixture_ratio,
     plant,
+    quiet_blocks,
+    reach,
     toss_coins,
 )
-from xcal.audit.canary_reading import mixture_ratio, quiet_blocks, reach
-from xcal.audit.membership import auc_of, halves, lira_scores, tpr_of
-from xcal.audit.similarity import psnr, ssim
+from xcal.audit.inversion import psnr, ssim
+from xcal.audit.membership import halves, lira_scores, tpr_of
 from xcal.dp.clipping import ClippingEngine
 from xcal.dp.clipping.named import trainable
 from xcal.dp.noise import NoiseKey, SeededNoise
 from xcal.methods.client_data import LocalData
+from xcal.metrics.classification import area
 
 
 def test_directions_are_orthonormal_and_read_back():
@@ -51,15 +54,15 @@ def test_coins_are_fair():
 def planted_data(*, in_gradient: bool):
     benign = tiny().train
     included = np.array([True, False, True, False])
-    planted = plant(benign, mislabeled(benign.take(np.arange(4)), 3, seed=1), included)
-    return planted, CanaryData(planted.images, included, in_gradient=in_gradient)
+    planted = plant(benign, mislabeled(benign.take(np.arange(4)), 3, seed=1))
+    return planted, CanaryData(planted, included, in_gradient=in_gradient)
 
 
 def test_drawing_is_the_real_one_and_the_null_canary_contributes_nothing():
     planted, data = planted_data(in_gradient=False)
-    assert data.units == len(planted.images) == 154
+    assert data.units == len(planted) == 154
     key = NoiseKey("0", "x", 0, 0, "draw")
-    real = LocalData(planted.images, unit="record", images_per_unit=1)
+    real = LocalData(planted, unit="record", images_per_unit=1)
     mine = data.draw(1.0, SeededNoise(1), key)
     whole = real.draw(1.0, SeededNoise(1), key)
     assert mine.n_units == whole.n_units == 154  # still drawn, still a unit
@@ -75,7 +78,7 @@ def test_gradient_canaries_are_added_at_full_length_once():
     model = micro(3, seed=1)
     size = sum(p.numel() for p in trainable(model).values())
     directions = Directions(size, 4, seed=0)
-    engine = CanaryEngine(model, data=data, directions=directions)
+    engine = CanaryEngine(model, data=data, directions=directions, bounds=[])
     batch = data.draw(1.0, SeededNoise(1), NoiseKey("0", "x", 0, 0, "draw"))
     assert len(batch.labels) == 150  # canaries have no pictures
     real = ClippingEngine(model).clipped_sum(batch.images, batch.labels, clip=0.7)
@@ -141,9 +144,9 @@ def test_labels_of_mislabeled_pictures_are_wrong():
 
 def test_auc_and_tpr_by_hand():
     inside = np.array([True, True, False, False])
-    assert auc_of(np.array([3.0, 2.0, 1.0, 0.0]), inside) == 1.0
-    assert auc_of(np.array([3.0, 1.0, 2.0, 0.0]), inside) == 0.75
-    assert auc_of(np.zeros(4), inside) == 0.5
+    assert area(np.array([3.0, 2.0, 1.0, 0.0]), inside) == 1.0
+    assert area(np.array([3.0, 1.0, 2.0, 0.0]), inside) == 0.75
+    assert area(np.zeros(4), inside) == 0.5
     scores = np.concatenate([np.arange(200.0), np.full(50, 197.5), np.full(50, -1.0)])
     who = np.concatenate([np.zeros(200, bool), np.ones(100, bool)])
     assert tpr_of(scores, who, 0.01) == 0.5  # two strangers above 197.5 are 1 %
@@ -157,8 +160,8 @@ def test_halves_and_likelihood_ratios_separate_what_differs():
     rng = np.random.default_rng(0)
     hard = rng.normal(0, 5, 40)  # differs by image more than by membership
     confidence = hard + 2.0 * inside + 0.3 * rng.standard_normal(inside.shape)
-    assert auc_of(confidence, inside) < 0.75
-    assert auc_of(lira_scores(confidence, inside), inside) > 0.99
+    assert area(confidence, inside) < 0.75
+    assert area(lira_scores(confidence, inside), inside) > 0.99
 
 
 def test_psnr_and_ssim():

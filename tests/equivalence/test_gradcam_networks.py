@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from support import image_scores
 from xcal.explain.gradcam import forward_with_features, gradcam_maps
-from xcal.explain.signal import SignalSettings, image_scores
+from xcal.explain.signal import SignalSettings
 from xcal.models.efficientnet import efficientnet_b0
 from xcal.models.resnet import resnet18
 from xcal.models.small import small

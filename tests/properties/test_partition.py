@@ -176,7 +176,6 @@ def test_brightness_rises_linearly_over_clients():
         ({"clients": 2, "kind": "label", "concentration": float("nan")}, "concentration"),
         ({"clients": 2, "units_per_client": 0}, "units_per_client"),
         ({"clients": 2, "unit": "group", "keep_groups": False}, "keep_groups"),
-        ({"clients": 2, "kind": "covariate", "brightness": (0.0, 1.0)}, "brightness"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(arguments, message):

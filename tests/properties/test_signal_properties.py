@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from support import image_scores
 from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import (
     Components,
     SignalSettings,
     batch_score,
     components,
-    image_scores,
     mask_images,
     scores,
     top_cells,

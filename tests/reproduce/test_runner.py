@@ -28,7 +28,7 @@ from xcal.federation.constants import with_constants
 from xcal.federation.setup import prepare
 from xcal.studies.cell import Talk, explained_subset, run_cell
 from xcal.studies.grid import BUSY, Cell, Grid
-from xcal.studies.runner import Options, Outcome, how_many, run_grid
+from xcal.studies.runner import NullWatcher, Options, Outcome, how_many, run_grid
 
 BY_THE_PROCESS = ("threads", "workers", "road_test_images")
 TINY_KEYS = {k: v for k, v in TINY.items() if k not in BY_THE_PROCESS}
@@ -70,7 +70,7 @@ def test_training_that_diverges_is_a_result_and_not_repeated(tmp_path: Path) -> 
     values, test = run_cell(cell, tmp_path / "w", "", Quiet())
     assert values["status"] == "diverged" and test is None
     results = Results(tmp_path / "r")
-    results.write_failed("smoke", values)
+    results.write("smoke", values, None)
     assert results.has(cell)
     grid = Grid("s", "smoke", (cell,))
     assert "diverged" in table_text(results.of_grid(grid))
@@ -182,17 +182,11 @@ def test_results_of_two_machines_merge(tmp_path: Path) -> None:
         merge(here, [Results(tmp_path / "nowhere")])
 
 
-class Told:
+class Told(NullWatcher):
     """A watcher that remembers the messages."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-
-    def begin(self, total: int, known: int) -> None: ...
-
-    def started(self, cell: Cell) -> None: ...
-
-    def moved(self, done: float, seconds_left: float | None) -> None: ...
 
     def ended(self, cell: Cell, message: dict[str, Any]) -> None:
         self.messages.append(message)

@@ -111,7 +111,7 @@ def test_ranks_tell_models_apart_that_give_one_class_to_all() -> None:
 
 def test_every_draw_holds_as_many_groups_of_each_class() -> None:
     test = pictures()
-    weights = group_weights(test, 50, 0)
+    weights = group_weights(test, 50)
     for k in range(4):
         assert (weights[:, np.arange(40) % 4 == k].sum(axis=1) == 10).all()
 

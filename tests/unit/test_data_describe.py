@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from xcal.data.describe import show_dataset
+from xcal.data.catalog import show_dataset
 from xcal.data.importing import import_dataset
 
 

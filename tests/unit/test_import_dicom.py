@@ -21,7 +21,7 @@ def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(data: bytes, pixels: int = 16) -> np.ndarray:
-    from xcal.data.dicom import decode_dicom
+    from xcal.data.decode import decode_dicom
 
     return decode_dicom(data, pixels)[0]
 

@@ -13,8 +13,7 @@ import xcal
 from conftest import Invoke
 from support import TINY, sets
 from xcal.config import to_toml
-from xcal.data.synthetic import smear
-from xcal.data.watch import watched
+from xcal.data.synthetic import smear, watched
 from xcal.experiments import load_experiment, make_experiment, read_pinned
 from xcal.explain.interval import mean_interval
 from xcal.federation.local import NullCallback

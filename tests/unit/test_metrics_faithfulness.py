@@ -17,10 +17,10 @@ from xcal.explain.faithfulness import (
     blurred,
     insertion_deletion,
     randomisation_check,
+    rank_correlation,
 )
 from xcal.explain.gradcam import gradcam_maps
 from xcal.explain.localization import localization
-from xcal.explain.ranks import rank_correlation
 
 torch.set_num_threads(1)
 

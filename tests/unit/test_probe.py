@@ -14,7 +14,7 @@ from xcal.cli.app import app
 from xcal.dp.clipping import ClippingEngine
 from xcal.errors import UserError
 from xcal.experiments import make_experiment
-from xcal.explain.gradcam import _maps_by_autograd, gradcam_maps
+from xcal.explain.gradcam import _features_and_gradients, _maps_from_gradients, gradcam_maps
 from xcal.federation.constants import public_images, with_constants, write_constants
 from xcal.federation.files import read_tensors
 from xcal.federation.folder import RunFolder
@@ -93,7 +93,8 @@ def test_the_map_is_finer_than_the_last_one_and_grad_cam_is_in_closed_form() -> 
     model = columns_model()
     found = gradcam_maps(model, IMAGES)
     assert found.shape == (4, 4, 4)  # of 64 pixels; the last stage's map has 2×2 cells
-    torch.testing.assert_close(found, _maps_by_autograd(model, IMAGES, None, "gradcam"))
+    features, gradients = _features_and_gradients(model, IMAGES, None)
+    torch.testing.assert_close(found, _maps_from_gradients(features, gradients, "gradcam"))
 
 
 def test_a_signal_finds_its_map_in_what_is_kept() -> None:

@@ -19,10 +19,8 @@ from xcal.errors import UserError
 from xcal.experiments import make_experiment
 from xcal.explain.choosing import asked_for
 from xcal.explain.road import RoadSettings
-from xcal.report.chosen_images import Picture, file_names, find_pictures
-from xcal.report.drawing import save_explanation, tile_side
-from xcal.report.explaining import Explanation, explain_pictures
-from xcal.report.page import explanations_page, where_in_words
+from xcal.report.drawing import explanations_page, save_explanation, tile_side, where_in_words
+from xcal.report.explaining import Explanation, Picture, explain_pictures, file_names, find_pictures
 from xcal.report.runs import LoadedRun
 
 
@@ -207,7 +205,8 @@ def test_an_empty_map_is_said_to_be_one(run: LoadedRun) -> None:
 
 
 def page(run: LoadedRun, found: list[Explanation]) -> str:
-    return explanations_page(run, found, epsilon=8.0, delta=1e-3, choice=asked_for("gradcam"))
+    result = {"epsilon_target": 8.0, "delta": 1e-3}
+    return explanations_page(run, found, asked_for("gradcam"), result)
 
 
 class Reader(HTMLParser):

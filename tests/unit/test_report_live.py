@@ -15,7 +15,7 @@ import pytest
 import xcal
 from support import TINY
 from xcal.errors import UserError
-from xcal.report.live import LiveReport
+from xcal.report.report import LiveReport
 
 Invoke = Callable[..., tuple[int, str, str]]
 

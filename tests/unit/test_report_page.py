@@ -12,9 +12,8 @@ import xcal
 from support import TINY
 from xcal.cli.report_command import report_command
 from xcal.errors import UserError
-from xcal.report.figures import Figure, Line, thinned
+from xcal.report.figures import Figure, Line, save_figures, thinned
 from xcal.report.report import Page, gather, page_html, runs_page
-from xcal.report.vector import save_figures
 
 
 @pytest.fixture(scope="module")

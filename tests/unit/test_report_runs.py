@@ -18,8 +18,7 @@ from support import TINY, tiny
 from xcal.data.images import ImageData
 from xcal.errors import UserError
 from xcal.federation.files import read_tensors, write_tensors
-from xcal.report.measured import evaluate_run
-from xcal.report.runs import load_data, load_run
+from xcal.report.runs import evaluate_run, load_data, load_run
 
 QUICK = {**TINY, "rounds": 2, "road_images": 0, "road_test_images": 6, "validation_images": 0}
 

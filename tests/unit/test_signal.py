@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support import image_scores
 from xcal.errors import UserError
 from xcal.explain.gradcam import forward_with_features
 from xcal.explain.signal import (
@@ -16,7 +17,6 @@ from xcal.explain.signal import (
     batch_score,
     components,
     image_components,
-    image_scores,
     mask_images,
     scores,
     top_cells,

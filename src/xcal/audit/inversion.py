@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from xcal.audit.canaries import Tap
 from xcal.audit.one_client import load_flat, train_one_client
-from xcal.audit.similarity import psnr, ssim
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import IMAGENET_MEAN, IMAGENET_STD, to_tensor
@@ -245,10 +244,7 @@ def invert(
         )
     raw = ATTACKS[attack](update, labels, settings)
     originals = to_pixels(update.originals)
-    if standardized:
-        found = relit(originals, raw.double())
-    else:
-        found = to_pixels(raw)
+    found = relit(originals, raw.double()) if standardized else to_pixels(raw)
     found = matched(originals, found)
     return Inverted(
         setting,
@@ -264,16 +260,12 @@ def invert(
 
 def joined(parts: Sequence[Inverted]) -> Inverted:
     """Attacks on several clients' updates as one result."""
-    first = parts[0]
-    return Inverted(
-        first.setting,
-        first.network,
-        first.epsilon,
-        first.attack,
-        tuple(v for p in parts for v in p.psnr),
-        tuple(v for p in parts for v in p.ssim),
-        torch.cat([p.originals for p in parts]),
-        torch.cat([p.found for p in parts]),
+    return replace(
+        parts[0],
+        psnr=tuple(v for p in parts for v in p.psnr),
+        ssim=tuple(v for p in parts for v in p.ssim),
+        originals=torch.cat([p.originals for p in parts]),
+        found=torch.cat([p.found for p in parts]),
     )
 
 
@@ -281,16 +273,9 @@ def experiment_for(
     base: Experiment, *, network: str, epsilon: float | None, batch: int
 ) -> Experiment:
     """One round of the base experiment: plain, or under static noise at ε."""
-    keys = base.model_dump()
-    keys |= {
-        "network": network,
-        "rounds": 1,
-        "clients": 1,
-        "local_epochs": 1,
-        "expected_batch_size": batch,
-    }
-    keys |= {"method": "fl" if epsilon is None else "fl-dp"}
-    keys |= {"optimizer": "sgd"} | ({} if epsilon is None else {"epsilon": epsilon})
+    keys = base.model_dump() | {"network": network, "expected_batch_size": batch}
+    keys |= {"rounds": 1, "clients": 1, "local_epochs": 1, "optimizer": "sgd"}
+    keys |= {"method": "fl"} if epsilon is None else {"method": "fl-dp", "epsilon": epsilon}
     return make_experiment(keys, "the audit")
 
 
@@ -302,13 +287,10 @@ def invert_all(
     *,
     network: str,
     epsilons: Sequence[float | None],
-    attacks: Sequence[str] = ("dlg", "cosine"),
-    settings: Settings | None = None,
-    on_attack: Callable[[int], None] | None = None,
+    settings: Settings,
+    on_attack: Callable[[int], None] = lambda _: None,
 ) -> list[Inverted]:
     """Every attack on single steps of one picture and on a whole round, plain and at each ε."""
-    settings = settings or Settings()
-    standardized = network == "small"
     results = []
     for epsilon in epsilons:
         one = experiment_for(base, network=network, epsilon=epsilon, batch=1)
@@ -317,22 +299,51 @@ def invert_all(
         )
         singles = [update_of(one, images.take(np.array([i])), classes) for i in range(len(images))]
         together = update_of(whole, round_images, classes)
-        for attack in attacks:
+        for attack in ATTACKS:
             attacked = partial(
                 invert,
                 attack=attack,
                 network=network,
                 epsilon=epsilon,
                 settings=settings,
-                standardized=standardized,
+                standardized=network == "small",
             )
             parts = []
             for update in singles:
                 parts.append(attacked(update, setting="one step"))
-                if on_attack is not None:
-                    on_attack(1)
-            results.append(joined(parts))
-            results.append(attacked(together, setting="whole round"))
-            if on_attack is not None:
                 on_attack(1)
+            results += [joined(parts), attacked(together, setting="whole round")]
+            on_attack(1)
     return results
+
+
+# --- how alike two pictures are, on values in [0, 1] ----------------------------------------------
+
+_SIDE, _SPREAD = 11, 1.5  # the window of Wang et al. 2004
+_C1, _C2 = 0.01**2, 0.03**2
+
+
+def psnr(picture: Tensor, other: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB, one value a picture; equal pictures give 100."""
+    error = (picture.double() - other.double()).square().flatten(1).mean(1)
+    return -10 * torch.log10(error.clamp_min(1e-10))
+
+
+def ssim(picture: Tensor, other: Tensor) -> Tensor:
+    """Structural similarity (Wang et al. 2004), mean over pixels and channels, one a picture."""
+    channels = picture.shape[1]
+    at = torch.arange(_SIDE, dtype=torch.float64) - _SIDE // 2
+    line = torch.exp(-(at**2) / (2 * _SPREAD**2))
+    line = line / line.sum()
+    window = torch.outer(line, line).expand(channels, 1, _SIDE, _SIDE)
+
+    def smooth(x: Tensor) -> Tensor:
+        return F.conv2d(x, window, groups=channels)
+
+    x, y = picture.double(), other.double()
+    mean_x, mean_y = smooth(x), smooth(y)
+    var_x, var_y = smooth(x * x) - mean_x**2, smooth(y * y) - mean_y**2
+    both = smooth(x * y) - mean_x * mean_y
+    top = (2 * mean_x * mean_y + _C1) * (2 * both + _C2)
+    bottom = (mean_x**2 + mean_y**2 + _C1) * (var_x + var_y + _C2)
+    return (top / bottom).flatten(1).mean(1)

@@ -19,6 +19,7 @@ from xcal.data.images import Images
 from xcal.errors import UserError
 from xcal.federation.evaluation import predict
 from xcal.methods.client_data import LocalData
+from xcal.metrics.classification import area
 
 Matrix = NDArray[np.float64]
 FALSE_POSITIVES = 0.01
@@ -62,16 +63,6 @@ def halves(images: int, models: int, seed: int) -> NDArray[np.bool_]:
         inside[rng.permutation(images)[: images // 2]] = True
         rows += [inside, ~inside]
     return np.array(rows)
-
-
-def auc_of(scores: Matrix, inside: NDArray[np.bool_]) -> float:
-    """The chance that a member scores above a stranger, ties by half."""
-    values, places = np.unique(scores, return_inverse=True)
-    members = np.bincount(places[inside], minlength=len(values))
-    strangers = np.bincount(places[~inside], minlength=len(values))
-    below = np.cumsum(strangers) - strangers
-    total = float((members * (below + strangers / 2)).sum())
-    return total / (float(members.sum()) * float(strangers.sum()))
 
 
 def tpr_of(scores: Matrix, inside: NDArray[np.bool_], false_positives: float) -> float:
@@ -143,7 +134,7 @@ def infer_membership(
         for _ in range(RESAMPLES):
             images = rng.integers(0, len(pool), len(pool))
             some, who = scores[:, images], inside[:, images]
-            draws.append((auc_of(some, who), tpr_of(some, who, FALSE_POSITIVES)))
+            draws.append((area(some, who), tpr_of(some, who, FALSE_POSITIVES)))
         low, high = np.quantile(np.array(draws), [0.025, 0.975], axis=0)
         results.append(
             Membership(
@@ -152,7 +143,7 @@ def infer_membership(
                 epsilon_claimed=claimed,
                 models=models,
                 members=len(pool) // 2,
-                auc=auc_of(scores, inside),
+                auc=area(scores, inside),
                 auc_low=float(low[0]),
                 auc_high=float(high[0]),
                 tpr=tpr_of(scores, inside, FALSE_POSITIVES),

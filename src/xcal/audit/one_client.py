@@ -6,11 +6,11 @@ a model that is one client's alone is the easiest to attack.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -66,15 +66,6 @@ def load_flat(model: nn.Module, values: Tensor) -> None:
             parameter.copy_(piece.view_as(parameter))
 
 
-@contextmanager
-def _site_dir(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        yield keep
-        return
-    with tempfile.TemporaryDirectory(prefix="xcal-audit-") as folder:
-        yield Path(folder)
-
-
 def train_one_client(
     experiment: Experiment,
     data: LocalData,
@@ -96,7 +87,8 @@ def train_one_client(
         )
     method = method_of(experiment)
     plan = method.plan(experiment, data.units, experiment.rounds)
-    with _site_dir(site_dir) as folder:
+    with nullcontext(site_dir) if site_dir else TemporaryDirectory(prefix="xcal-audit-") as place:
+        folder = Path(place)
         path = folder / "ledger.sqlite"
         terms = Terms(
             population="audited client",

@@ -8,47 +8,51 @@ model. Beside each bound stands what could have been found at best.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import binom
-from torch import nn
 
 from xcal.audit.bound import find_epsilon, strongest_bound
 from xcal.audit.canaries import (
     CanaryData,
     CanaryEngine,
     Directions,
-    Planted,
-    blank_pictures,
-    mislabeled,
-    plant,
-    toss_coins,
-)
-from xcal.audit.canary_reading import (
     GradientWatcher,
     InputWatcher,
     Scores,
+    blank_pictures,
     image_losses,
+    mislabeled,
     mixture_ratio,
+    plant,
     reach,
+    toss_coins,
 )
-from xcal.audit.one_client import Trained, load_flat, train_one_client
+from xcal.audit.one_client import RUN, Trained, flat, load_flat, train_one_client
 from xcal.config import Experiment
 from xcal.data.images import Images
 from xcal.data.normalize import to_tensor
 from xcal.dp.accounting import reference_cost
-from xcal.dp.clipping import PLAIN, Bound
+from xcal.dp.clipping import Bound
 from xcal.dp.clipping.named import trainable
-from xcal.dp.ledger.rows import Charge
+from xcal.dp.ledger.rows import Charge, charges_of, read_rows
+from xcal.dp.noise import SeededNoise
 from xcal.errors import UserError
+from xcal.federation.aggregation import server_round
+from xcal.federation.central import ServerSite, check_rule, server_rule
+from xcal.federation.exchange import ClientReport, RoundReply, Weights
+from xcal.methods.adaptive_clip import ClipState
+from xcal.methods.base import CentralMethod
 from xcal.models.model_registry import build_network
 
-VIEWS = ("steps", "rounds", "final")
 IDEAL_AUDITS = 8  # simulated audits of the mechanism as charged
 SURPRISE = 1e-4  # right guesses rarer than this under what was charged are a finding
 
@@ -131,13 +135,13 @@ def audit_method(
     if experiment.unit != "record":
         raise UserError("The audit plants images, so it needs unit = 'record'.")
     included = toss_coins(canaries, experiment.seed)
-    planted = plant(
-        benign, _pictures(canary, canaries, benign, pictures, classes, experiment.seed), included
-    )
+    own = _pictures(canary, canaries, benign, pictures, classes, experiment.seed)
+    planted = plant(benign, own)
     if canary == "gradient":
-        trained, views, floor = _with_gradients(experiment, planted, classes)
+        trained, views, floor = _with_gradients(experiment, planted, included, classes)
     else:
-        trained, views, floor = _with_inputs(experiment, planted, classes)
+        trained, views = _with_inputs(experiment, planted, own, included, classes)
+        floor = None
     claimed = None if trained.plan is None else trained.plan.epsilon
     expected = accuracy = None
     if trained.charges:
@@ -154,54 +158,61 @@ def audit_method(
         # An auditor's own sum: dp-accounting's cost of every row, whatever the row says it cost.
         spent = math.fsum(reference_cost(c.rate, c.sigma, order) for c in trained.charges)
         share = spent / trained.plan.budget
-    audits = []
+    return audits_of(
+        experiment,
+        views,
+        included,
+        confidence,
+        accuracy if canary == "gradient" else None,
+        floor,
+        canary=canary,
+        units=len(planted),
+        steps=len(trained.trace),
+        epsilon_claimed=claimed,
+        expected=expected,
+        share_charged=share,
+    )
+
+
+def audits_of(
+    experiment: Experiment,
+    views: Mapping[str, Scores],
+    included: NDArray[np.bool_],
+    confidence: float,
+    accuracy: float | None,
+    floor: float | None,
+    **about: Any,
+) -> list[Audit]:
+    """What guessing by each view's scores who was in says, beside what is known of the training.
+
+    The first view is the one that sees all: it alone is held to the `accuracy` of an ideal auditor
+    and to the `floor` of the noise.
+    """
+    audits: list[Audit] = []
+    delta = experiment.delta
     for view, scores in views.items():
-        p = None
-        if view == "steps" and canary == "gradient" and accuracy is not None:
-            right = int(((scores > 0) == included).sum())
-            p = float(binom.sf(right - 1, canaries, accuracy))
+        found = find_epsilon(scores, included, delta=delta, confidence=confidence)
+        right = int(((scores > 0) == included).sum())
+        first = not audits
+        held = first and accuracy is not None
         audits.append(
-            audit_of(
-                experiment,
-                scores,
-                included,
-                confidence,
-                canary=canary,
+            Audit(
+                method=experiment.method,
                 view=view,
-                units=len(planted.images),
-                steps=len(trained.trace),
-                epsilon_claimed=claimed,
-                expected=expected,
-                p_charged=p,
-                noise_floor=floor if view == "steps" else None,
-                share_charged=share,
+                canaries=len(included),
+                delta=delta,
+                confidence=confidence,
+                epsilon_found=found.epsilon,
+                guesses=found.guesses,
+                correct=found.correct,
+                accuracy=found.accuracy_all,
+                strongest=strongest_bound(len(included), delta=delta, confidence=confidence),
+                p_charged=float(binom.sf(right - 1, len(included), accuracy)) if held else None,
+                noise_floor=floor if first else None,
+                **about,
             )
         )
     return audits
-
-
-def audit_of(
-    experiment: Experiment,
-    scores: Scores,
-    included: NDArray[np.bool_],
-    confidence: float,
-    **about: Any,
-) -> Audit:
-    """What guessing by these scores who was in says, beside what is known of the training."""
-    delta = experiment.delta
-    found = find_epsilon(scores, included, delta=delta, confidence=confidence)
-    return Audit(
-        method=experiment.method,
-        canaries=len(included),
-        delta=delta,
-        confidence=confidence,
-        epsilon_found=found.epsilon,
-        guesses=found.guesses,
-        correct=found.correct,
-        accuracy=found.accuracy_all,
-        strongest=strongest_bound(len(included), delta=delta, confidence=confidence),
-        **about,
-    )
 
 
 def _pictures(
@@ -218,33 +229,23 @@ def _pictures(
 
 
 def _with_gradients(
-    experiment: Experiment,
-    planted: Planted,
-    classes: int,
+    experiment: Experiment, planted: Images, included: NDArray[np.bool_], classes: int
 ) -> tuple[Trained, dict[str, Scores], float | None]:
     parameters = sum(p.numel() for p in trainable(build_network(experiment, classes)).values())
-    if planted.canaries > parameters:
+    if len(included) > parameters:
         raise UserError(
-            f"{planted.canaries} gradient canaries do not fit into {parameters} parameters."
+            f"{len(included)} gradient canaries do not fit into {parameters} parameters."
         )
-    directions = Directions(parameters, planted.canaries, experiment.seed)
-    data = CanaryData(planted.images, planted.included, in_gradient=True)
+    directions = Directions(parameters, len(included), experiment.seed)
+    data = CanaryData(planted, included, in_gradient=True)
     bounds: list[Bound] = []
-
-    class Engine(CanaryEngine):
-        def __init__(self, model: nn.Module, **sizes: int) -> None:
-            super().__init__(model, data=data, directions=directions, **sizes)
-
-        def clipped_sum(self, *args: Any, clip: float, **options: Any) -> Any:
-            bounds.append(Bound(clip, options.get("geometry", PLAIN)))
-            return super().clipped_sum(*args, clip=clip, **options)
-
+    engine = partial(CanaryEngine, data=data, directions=directions, bounds=bounds)
     watcher = GradientWatcher(directions, bounds)
-    trained = train_one_client(experiment, data, classes, observe=watcher, make_engine=Engine)
+    trained = train_one_client(experiment, data, classes, observe=watcher, make_engine=engine)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
     floor = min(d / s for d, s in zip(watcher.deviations, sigmas, strict=True)) if sigmas else None
-    per_step, per_round, total = (np.zeros(planted.canaries) for _ in range(3))
+    per_step, per_round, total = (np.zeros(len(included)) for _ in range(3))
     for number in range(experiment.rounds):
         mine = [i for i, r in enumerate(trained.trace) if r.round == number]
         if not mine:
@@ -267,17 +268,18 @@ def _with_gradients(
 
 def _with_inputs(
     experiment: Experiment,
-    planted: Planted,
+    planted: Images,
+    own: Images,
+    included: NDArray[np.bool_],
     classes: int,
-) -> tuple[Trained, dict[str, Scores], float | None]:
-    own = planted.canary_images()
+) -> tuple[Trained, dict[str, Scores]]:
     images, labels = to_tensor(own.pixels), torch.from_numpy(own.labels)
     watcher = InputWatcher(images, labels)
-    data = CanaryData(planted.images, planted.included, in_gradient=False)
+    data = CanaryData(planted, included, in_gradient=False)
     trained = train_one_client(experiment, data, classes, observe=watcher)
     rate = experiment.expected_batch_size / data.units
     sigmas = [r.sigma for r in trained.trace]
-    per_step = np.zeros(planted.canaries)
+    per_step = np.zeros(len(included))
     for reading, norm, sigma in zip(watcher.readings, watcher.norms, sigmas, strict=True):
         z = (
             reading - np.median(reading)
@@ -287,7 +289,7 @@ def _with_inputs(
             per_step += mixture_ratio(z, steps=1, rate=rate, deviation=sigma, shift=shift)
         else:
             per_step += z
-    per_round = np.zeros(planted.canaries)
+    per_round = np.zeros(len(included))
     before, model = trained.first, trained.model
     for after in trained.rounds:
         load_flat(model, before)
@@ -303,4 +305,97 @@ def _with_inputs(
         "rounds": per_round,
         "final": start - image_losses(model, images, labels),
     }
-    return trained, views, None
+    return trained, views
+
+
+# --- canary clients, for methods whose noise a trusted server adds --------------------------------
+
+
+def audit_clients(
+    experiment: Experiment,
+    method: CentralMethod,
+    classes: int,
+    *,
+    canaries: int,
+    confidence: float = 0.95,
+) -> list[Audit]:
+    """Audit a central method with canary clients, from every round's model and from the last.
+
+    Each answers with an update of norm C in a direction of its own, or, where its coin said no,
+    with no change at all. Nothing is trained; clipping, noise, ledger and filter are the server's
+    real ones. Seen is what clients receive: the global model of every round.
+    """
+    included = toss_coins(canaries, experiment.seed)
+    model = build_network(experiment, classes)
+    weights: Weights = {k: p.detach().clone() for k, p in trainable(model).items()}
+    directions = Directions(flat(weights).numel(), canaries, experiment.seed)
+    plan = check_rule(experiment, method, canaries)
+    assert plan is not None
+    spread = plan.sigma_ref
+    readings, floors = [], []
+    with tempfile.TemporaryDirectory(prefix="xcal-audit-") as folder:
+        site = ServerSite(RUN, Path(folder), SeededNoise(experiment.seed))
+        rule = server_rule(experiment, method, canaries, plan, site)
+        state = rule.load_state(None)
+        for number in range(experiment.rounds):
+            # The norm of this round follows from earlier releases, so a canary may know it.
+            begun = method.load_server_state(state.method, experiment)
+            adapted = begun.clip if isinstance(begun, ClipState) else None
+            clip = experiment.max_grad_norm if adapted is None else adapted
+            replies = [
+                _answer(i, weights, directions, clip if included[i] else 0.0)
+                for i in range(canaries)
+            ]
+            after, state = server_round(number, weights, replies, rule, state)
+            # The mean over a fixed number of clients, so times it is the sum.
+            released = (flat(after).double() - flat(weights).double()) * canaries
+            readings.append(directions.read(released / clip))
+            floors.append(float(released.std()) / clip / spread)
+            weights = after
+        charges = charges_of(read_rows(site.ledger_path), RUN)
+    expected, accuracy = ideal_audits(
+        charges, canaries, delta=experiment.delta, confidence=confidence, seed=experiment.seed
+    )
+    views = {
+        "rounds": sum(
+            (mixture_ratio(z, steps=1, rate=1.0, deviation=spread) for z in readings),
+            np.zeros(canaries),
+        ),
+        "final": np.sum(readings, axis=0),
+    }
+    return audits_of(
+        experiment,
+        views,
+        included,
+        confidence,
+        accuracy,
+        min(floors),
+        canary="client",
+        units=canaries,
+        steps=len(readings),
+        epsilon_claimed=plan.epsilon,
+        expected=expected,
+    )
+
+
+def _answer(client: int, weights: Weights, directions: Directions, length: float) -> RoundReply:
+    moved = flat(weights)
+    if length > 0:
+        moved = moved + length * directions.sum_of(np.array([client]))
+    pieces = torch.split(moved, [w.numel() for w in weights.values()])
+    report = ClientReport(
+        client=str(client),
+        units=1,
+        steps=1,
+        halted=False,
+        order=None,
+        epsilon_spent=None,
+        epsilon_paper=None,
+        share_spent=None,
+        mean_sigma=None,
+        mean_signal=None,
+        ledger_rows=0,
+        ledger_hash="",
+    )
+    answered = {k: p.view_as(w) for (k, w), p in zip(weights.items(), pieces, strict=True)}
+    return RoundReply(report, answered)

@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 
 from xcal import plotting
-from xcal.audit.central_audit import audit_clients
 from xcal.audit.inversion import Inverted, Settings, invert_all
 from xcal.audit.membership import infer_membership
-from xcal.audit.onerun import audit_method
-from xcal.audit.parts import Parts
-from xcal.audit.reconstructions import draw_inversion, save_inverted
+from xcal.audit.onerun import audit_clients, audit_method
+from xcal.audit.parts import Parts, draw_inversion, save_inverted
 from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
@@ -163,11 +161,10 @@ class Suite:
                     confidence=effort.confidence,
                 )
             else:
-                count = effort.input_canaries if canary != "gradient" else effort.gradient_canaries
-                benign = effort.input_benign if canary != "gradient" else effort.benign
-                pictures = None
-                if canary != "gradient":
-                    pictures = _some(data.train, benign, count)
+                by_gradient = canary == "gradient"
+                count = effort.gradient_canaries if by_gradient else effort.input_canaries
+                benign = effort.benign if by_gradient else effort.input_benign
+                pictures = None if by_gradient else _some(data.train, benign, count)
                 found = audit_method(
                     experiment,
                     _some(data.train, 0, benign),
@@ -181,7 +178,7 @@ class Suite:
 
         for done, one in enumerate(work):
             self._on_work("one run", f"{one[0]}, {one[1]} canaries", done, len(work))
-            rows += self._parts.rows("one-run", one, partial(canaries_in, *one))
+            rows += self._parts.part("one-run", one, partial(canaries_in, *one))[0]
         return rows
 
     def membership(self) -> list[dict[str, Any]]:
@@ -200,7 +197,7 @@ class Suite:
 
         for done, name in enumerate(self.methods):
             self._on_work("membership", name, done, len(self.methods))
-            rows += self._parts.rows("membership", (name,), partial(members_of, name))
+            rows += self._parts.part("membership", (name,), partial(members_of, name))[0]
         return rows
 
     def inversion(self) -> list[dict[str, Any]]:
@@ -237,7 +234,7 @@ class Suite:
                     settings=effort.inversion,
                     on_attack=attacked,
                 )
-                found, kept = self._parts.inverted((network, epsilon), attack)
+                found, kept = self._parts.part("inversion", (network, epsilon), attack)
                 self.inverted += found
                 if kept:
                     attacked(2 * (effort.pictures + 1))
@@ -265,24 +262,14 @@ class Suite:
         # Not by the command: asked for in another order, a part is the same part.
         self._parts = Parts(folder, {k: v for k, v in result.items() if k != "command"})
         result["seconds"] = {}
-        runs = {
-            "one-run": self.one_run,
-            "membership": self.membership,
-            "inversion": self.inversion,
-        }
-        for attack in ATTACKS:
+        runs = (self.one_run, self.membership, self.inversion)
+        for attack, run in zip(ATTACKS, runs, strict=True):
             if attack in (attacks or ATTACKS):
                 before = self._parts.seconds
-                result[attack] = runs[attack]()
+                result[attack] = run()
                 result["seconds"][attack] = round(self._parts.seconds - before, 1)
-        result["broken"] = sorted(
-            {
-                row["method"]
-                for a in ("one-run", "membership")
-                for row in result.get(a, ())
-                if row["broken"]
-            }
-        )
+        rows = [*result.get("one-run", ()), *result.get("membership", ())]
+        result["broken"] = sorted({row["method"] for row in rows if row["broken"]})
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             write_json(out / "audit.json", result)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import sys
 
 import typer
+from typer import Option
 
 import xcal
 from xcal.cli import (
     audit,
     data,
     demo,
-    evaluate,
-    explain,
-    export,
     federation_runs,
     ledger_command,
-    panel_command,
+    model,
     plan,
-    predict,
     report_command,
     run,
     site,
@@ -46,7 +43,7 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(
+    version: bool = Option(
         False, "--version", callback=_version, is_eager=True, help="Show the version and leave."
     ),
 ) -> None: ...
@@ -55,12 +52,12 @@ def _options(
 app.command("plan")(plan.plan_command)
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
-app.command("evaluate")(evaluate.evaluate_command)
-app.command("predict")(predict.predict_command)
-app.command("explain")(explain.explain_command)
-app.command("export")(export.export_command)
+app.command("evaluate")(model.evaluate_command)
+app.command("predict")(model.predict_command)
+app.command("explain")(model.explain_command)
+app.command("export")(model.export_command)
 app.command("audit")(audit.audit_command)
-app.command("panel")(panel_command.panel_command)
+app.command("panel")(report_command.panel_command)
 app.command("study")(study.study_command)
 app.command("report")(report_command.report_command)
 app.add_typer(ledger_command.app, name="ledger")

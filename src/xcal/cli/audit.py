@@ -9,27 +9,28 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from xcal.cli.show import LiveProgress, epsilon_text, make_table, number
 from xcal.errors import UserError
 
 
 def audit_command(
-    attacks: list[str] = typer.Argument(
+    attacks: list[str] = Argument(
         None, help="one-run, membership, inversion; all if none is named."
     ),
-    method: list[str] = typer.Option([], help="A method to attack; all if not given."),
-    sets: list[str] = typer.Option([], "--set", help="key=value of the trainings attacked."),
-    quick: bool = typer.Option(False, help="A minute's worth: weaker attacks."),
-    canaries: int | None = typer.Option(None, help="Gradient canaries of the one-run audit."),
-    models: int | None = typer.Option(None, help="Models of membership inference, even."),
-    pictures: int | None = typer.Option(None, help="Pictures that inversion tries."),
-    level: list[str] = typer.Option(
+    method: list[str] = Option([], help="A method to attack; all if not given."),
+    sets: list[str] = Option([], "--set", help="key=value of the trainings attacked."),
+    quick: bool = Option(False, help="A minute's worth: weaker attacks."),
+    canaries: int | None = Option(None, help="Gradient canaries of the one-run audit."),
+    models: int | None = Option(None, help="Models of membership inference, even."),
+    pictures: int | None = Option(None, help="Pictures that inversion tries."),
+    level: list[str] = Option(
         [], help="An ε that inversion is tried at, or none; none, 50, 5, 0.5 if not given."
     ),
-    confidence: float = typer.Option(0.95, help="Of the lower bounds on ε."),
-    out: Path = typer.Option(Path("runs/audit"), help="Where audit.json and pictures go."),
-    as_json: bool = typer.Option(False, "--json", help="Print the results as JSON, nothing else."),
+    confidence: float = Option(0.95, help="Of the lower bounds on ε."),
+    out: Path = Option(Path("runs/audit"), help="Where audit.json and pictures go."),
+    as_json: bool = Option(False, "--json", help="Print the results as JSON, nothing else."),
 ) -> None:
     """Attack training with and without privacy: canaries, membership, gradient inversion.
 

@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import typer
+from typer import Argument, Option
 
 from xcal.cli.show import LiveProgress, make_table, plain_console
+from xcal.data.catalog import load, show_dataset
 
 app = typer.Typer(
     help="Real image sets: import, list, show, partition, constants.", no_args_is_help=True
@@ -17,41 +19,38 @@ app = typer.Typer(
 
 @app.command("import")
 def import_command(
-    path: Path = typer.Argument(
-        ..., help="A folder, a zip, a CSV or an .npz file; images may be DICOM."
-    ),
-    name: str | None = typer.Option(None, help="What to call it; taken from the set if not given."),
-    kind: str = typer.Option(
+    path: Path = Argument(..., help="A folder, a zip, a CSV or an .npz file; images may be DICOM."),
+    name: str | None = Option(None, help="What to call it; taken from the set if not given."),
+    kind: str = Option(
         "auto",
         help="auto, blood-cells, blood-cells-as-shipped, chest-xray14, isic, medmnist, csv,"
         " folders or dicom.",
     ),
-    pixels: int = typer.Option(128, help="Side of the square images that are kept."),
-    task: str | None = typer.Option(
+    pixels: int = Option(128, help="Side of the square images that are kept."),
+    task: str | None = Option(
         None, help="What to tell apart, where a set has several; findings: all at once."
     ),
-    skip_bad: bool = typer.Option(False, "--skip-bad", help="Leave files out that cannot be used."),
-    replace: bool = typer.Option(False, "--replace", help="Replace a set of this name and size."),
-    path_column: str | None = typer.Option(None, help="A CSV's column that names the image file."),
-    label_column: str | None = typer.Option(
+    skip_bad: bool = Option(False, "--skip-bad", help="Leave files out that cannot be used."),
+    replace: bool = Option(False, "--replace", help="Replace a set of this name and size."),
+    path_column: str | None = Option(None, help="A CSV's column that names the image file."),
+    label_column: str | None = Option(
         None,
         help="A CSV's column that holds the class; of findings with a column of 0 and 1 each, all"
         " of them with commas between.",
     ),
-    group_column: str | None = typer.Option(
+    group_column: str | None = Option(
         None, help="A CSV's column that says whose image it is, such as the patient's number."
     ),
-    one_image_per_person: bool = typer.Option(
+    one_image_per_person: bool = Option(
         False,
         "--one-image-per-person",
         help="Declare that no two images show one person, where the set names nobody.",
     ),
-    all_train: bool = typer.Option(
+    all_train: bool = Option(
         False, "--all-train", help="Hold no images back for validation and test."
     ),
 ) -> None:
     """Read a data set as hospitals and Kaggle give it; decoded once, kept for `data=NAME`."""
-    from xcal.data.describe import show_dataset
     from xcal.data.importing import import_dataset
 
     with LiveProgress(plain_console()) as shown:
@@ -103,12 +102,11 @@ def list_command() -> None:
 
 @app.command("show")
 def show_command(
-    name: str = typer.Argument(..., help="An imported set's name, or smear."),
-    pixels: int | None = typer.Option(None, help="Which size, where there are several."),
-    sheet: Path | None = typer.Option(None, help="Also write a contact sheet to this PNG."),
+    name: str = Argument(..., help="An imported set's name, or smear."),
+    pixels: int | None = Option(None, help="Which size, where there are several."),
+    sheet: Path | None = Option(None, help="Also write a contact sheet to this PNG."),
 ) -> None:
     """Show counts per split, class and group, sizes, license; and a contact sheet."""
-    from xcal.data.describe import show_dataset
     from xcal.data.pictures import contact_sheet
 
     found = show_dataset(name, pixels=pixels)
@@ -120,20 +118,19 @@ def show_command(
 
 @app.command("partition")
 def partition_command(
-    name: str = typer.Argument(..., help="An imported set's name, or smear."),
-    pixels: int | None = typer.Option(None, help="Which size, where there are several."),
-    clients: int = typer.Option(3, help="Number of clients."),
-    kind: str = typer.Option("iid", help="iid, label, label-extreme or covariate."),
-    concentration: float = typer.Option(0.5, help="Dirichlet concentration of a label shift."),
-    seed: int = typer.Option(0, help="Of the partition."),
-    unit: str | None = typer.Option(
+    name: str = Argument(..., help="An imported set's name, or smear."),
+    pixels: int | None = Option(None, help="Which size, where there are several."),
+    clients: int = Option(3, help="Number of clients."),
+    kind: str = Option("iid", help="iid, label, label-extreme or covariate."),
+    concentration: float = Option(0.5, help="Dirichlet concentration of a label shift."),
+    seed: int = Option(0, help="Of the partition."),
+    unit: str | None = Option(
         None, help="record or group; by default group where the set names groups."
     ),
-    keep_groups: bool = typer.Option(True, help="Keep a group's images at one client."),
-    out: Path = typer.Option(Path("partition.png"), help="Where the picture goes."),
+    keep_groups: bool = Option(True, help="Keep a group's images at one client."),
+    out: Path = Option(Path("partition.png"), help="Where the picture goes."),
 ) -> None:
     """Draw the federation: what each client would hold."""
-    from xcal.data.catalog import load
     from xcal.data.partition import partition
     from xcal.data.pictures import partition_picture
     from xcal.experiments import make_experiment
@@ -168,14 +165,14 @@ def partition_command(
 
 @app.command("constants")
 def constants_command(
-    name: str = typer.Argument(..., help="An imported set's name, or smear."),
-    weights: Path = typer.Option(..., help="Published weights, .safetensors or .pth."),
-    out: Path = typer.Option(..., help="Where weights and constants go, .safetensors."),
-    pixels: int = typer.Option(128, help="Side of the images."),
-    head_reads: str = typer.Option("stages:4-6", help="What the head reads, as in an experiment."),
-    network: str = typer.Option("efficientnet_b0", help="The network that the weights are of."),
-    pool_views: str = typer.Option("none", help="As in an experiment."),
-    whiten: float = typer.Option(0.0, help="As in an experiment."),
+    name: str = Argument(..., help="An imported set's name, or smear."),
+    weights: Path = Option(..., help="Published weights, .safetensors or .pth."),
+    out: Path = Option(..., help="Where weights and constants go, .safetensors."),
+    pixels: int = Option(128, help="Side of the images."),
+    head_reads: str = Option("stages:4-6", help="What the head reads, as in an experiment."),
+    network: str = Option("efficientnet_b0", help="The network that the weights are of."),
+    pool_views: str = Option("none", help="As in an experiment."),
+    whiten: float = Option(0.0, help="As in an experiment."),
 ) -> None:
     """Add the constants of a set's public validation images to a weights file.
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from xcal import plotting
 from xcal.cli import demo_budget, demo_speed
@@ -50,9 +50,9 @@ MADE = (*METHODS, REPORT, PANEL)
 
 
 def demo_command(
-    part: str | None = typer.Argument(None, help="speed, methods or budget; all if not given."),
-    out: Path = typer.Option(Path("runs/demo"), help="Where what it makes goes."),
-    fresh: bool = typer.Option(False, "--fresh", help="Remove what an earlier demo left there."),
+    part: str | None = Argument(None, help="speed, methods or budget; all if not given."),
+    out: Path = Option(Path("runs/demo"), help="Where what it makes goes."),
+    fresh: bool = Option(False, "--fresh", help="Remove what an earlier demo left there."),
 ) -> None:
     """A private step timed, methods compared at one ε, a budget enforced: minutes, no network."""
     if part is not None and part not in PARTS:
@@ -117,7 +117,7 @@ def methods_part(console: Console, out: Path) -> list[str]:
 
 
 def _trained(console: Console, out: Path, method: str) -> dict[str, Any]:
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.experiments import make_experiment
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
@@ -168,11 +168,10 @@ def _findings(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if not private or plain is None:
         return []
     best = max(private, key=lambda m: private[m]["macro_f1"])
-    text = (
+    return [
         f"Macro F1 is {private[best]['macro_f1']:.2f} at ε = {SETTINGS['epsilon']:g} with {best},"
         f" {plain['macro_f1']:.2f} without privacy."
-    )
-    return [text]
+    ]
 
 
 Part = Callable[[Console, Path], list[str]]

@@ -15,6 +15,7 @@ from rich.console import Console
 from xcal.cli.interrupts import interruptible, stop_if_interrupted
 from xcal.cli.site import checked
 from xcal.errors import UserError
+from xcal.federation.files import read_json, whole_lines
 
 SITES = ("north", "south")
 LIMITS = {"epsilon_total": 3.0, "delta_total": 2e-3, "epsilon_run": 2.0, "delta_run": 1e-3}
@@ -138,8 +139,6 @@ def _kill(console: Console, file: Path, run: Path, sites: Sequence[Path]) -> Non
 def _wait_for_the_second_round(
     process: subprocess.Popen[bytes], run: Path, sites: Sequence[Path]
 ) -> None:
-    from xcal.federation.files import whole_lines
-
     end, at_start = time.monotonic() + PATIENCE, None
     while process.poll() is None and time.monotonic() < end:
         stop_if_interrupted()
@@ -156,7 +155,6 @@ def _wait_for_the_second_round(
 def _resumed(console: Console, run: Path, sites: Sequence[Path]) -> str:
     from xcal.cli.show import LiveProgress
     from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, verify
-    from xcal.federation.files import read_json
     from xcal.federation.folder import RunFolder
     from xcal.federation.local import run_experiment
 

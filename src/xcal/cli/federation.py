@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from xcal.cli.show import plain_console
 from xcal.cli.site import make_site
 from xcal.errors import UserError
-
-if TYPE_CHECKING:
-    from xcal.federation.nvflare.provision import Coordinator
+from xcal.federation.nvflare import provision
+from xcal.federation.nvflare.parties import Invitation, Party
 
 app = typer.Typer(
     help="A federation between hospitals: certificates, checks, runs.", no_args_is_help=True
@@ -23,21 +22,17 @@ say = console.print
 
 @app.command("init")
 def init_command(
-    source: Path = typer.Argument(..., metavar="FEDERATION.toml", help="Who takes part."),
-    out: Path = typer.Option(..., "--out", help="The coordinator's new folder."),
-    local: bool = typer.Option(
+    source: Path = Argument(..., metavar="FEDERATION.toml", help="Who takes part."),
+    out: Path = Option(..., help="The coordinator's new folder."),
+    local: bool = Option(
         False, "--local", help="Play all roles on this machine, each in a folder of its own."
     ),
-    experiment: Path | None = typer.Option(
-        None, "--experiment", help="With --local: give each site its part of this data."
+    experiment: Path | None = Option(
+        None, help="With --local: give each site its part of this data."
     ),
-    seed: int | None = typer.Option(
-        None, "--seed", help="With --local: simulated noise that can be drawn again."
-    ),
+    seed: int | None = Option(None, help="With --local: simulated noise that can be drawn again."),
 ) -> None:
     """Coordinator: make the CA, the invitations, and the server's and the lead's kits."""
-    from xcal.federation.nvflare import provision
-
     if not local:
         if experiment is not None or seed is not None:
             raise UserError("--experiment and --seed go with --local: real sites have their own.")
@@ -58,16 +53,13 @@ def init_command(
 
 @app.command("join")
 def join_command(
-    invitation: Path = typer.Argument(..., help="The coordinator's invitation."),
-    out: Path | None = typer.Option(None, "--out", help="This party's new folder."),
-    renew: Path | None = typer.Option(
-        None, "--renew", help="A party's existing folder: a new key for a new certificate."
+    invitation: Path = Argument(..., help="The coordinator's invitation."),
+    out: Path | None = Option(None, help="This party's new folder."),
+    renew: Path | None = Option(
+        None, help="A party's existing folder: a new key for a new certificate."
     ),
 ) -> None:
     """Site: make a key and a request. The key never leaves the folder."""
-    from xcal.federation.nvflare import provision
-    from xcal.federation.nvflare.parties import Invitation, Party
-
     invited = Invitation.read(invitation)
     if (out is None) == (renew is None):
         raise UserError("Say where: --out FOLDER for a new party, or --renew FOLDER.")
@@ -91,23 +83,18 @@ def join_command(
 
 @app.command("approve")
 def approve_command(
-    request: Path = typer.Argument(..., help="A site's request."),
-    coordinator: Path = typer.Option(..., "--coordinator", help="The coordinator's folder."),
-    fingerprint: str = typer.Option(
-        ..., "--fingerprint", help="What the site read to you; refused where it differs."
-    ),
-    renew: bool = typer.Option(
+    request: Path = Argument(..., help="A site's request."),
+    coordinator: Path = Option(..., help="The coordinator's folder."),
+    fingerprint: str = Option(..., help="What the site read to you; refused where it differs."),
+    renew: bool = Option(
         False, "--renew", help="A new key for a member: its request is signed by the old one."
     ),
-    override: str | None = typer.Option(
+    override: str | None = Option(
         None,
-        "--override",
         help="With --renew: the old key is lost, and why. It is revoked, and all sites are told.",
     ),
 ) -> None:
     """Coordinator: sign a request of an invited party."""
-    from xcal.federation.nvflare import provision
-
     made = provision.Coordinator.find(coordinator)
     signed = provision.approve(made, request, fingerprint, renew=renew, override=override)
     say(f"Signed the key with the fingerprint {provision.key_fingerprint(request)}.")
@@ -117,13 +104,11 @@ def approve_command(
 
 @app.command("revoke")
 def revoke_command(
-    name: str = typer.Argument(..., help="A site, the lead, a viewer or the server."),
-    coordinator: Path = typer.Option(..., "--coordinator", help="The coordinator's folder."),
-    reason: str = typer.Option(..., "--reason", help="Why; all sites read it."),
+    name: str = Argument(..., help="A site, the lead, a viewer or the server."),
+    coordinator: Path = Option(..., help="The coordinator's folder."),
+    reason: str = Option(..., help="Why; all sites read it."),
 ) -> None:
     """Coordinator: shut somebody out. Server and sites refuse the key from then on."""
-    from xcal.federation.nvflare import provision
-
     made = provision.Coordinator.find(coordinator)
     for key in provision.revoke(made, name, reason):
         say(f"Revoked {name}'s key {key}.")
@@ -133,12 +118,11 @@ def revoke_command(
 
 @app.command("members")
 def members_command(
-    folder: Path = typer.Argument(..., help="The coordinator's folder, or a party's."),
-    listed: Path | None = typer.Argument(None, metavar="[LIST]", help="A newer list to take."),
+    folder: Path = Argument(..., help="The coordinator's folder, or a party's."),
+    listed: Path | None = Argument(None, metavar="[LIST]", help="A newer list to take."),
 ) -> None:
     """Show who joined, renewed a key or was shut out; with LIST, take a newer one."""
-    from xcal.federation.nvflare import members, provision
-    from xcal.federation.nvflare.parties import Party
+    from xcal.federation.nvflare import members
 
     if (folder / "party.json").exists():
         party = Party.find(folder)
@@ -161,7 +145,7 @@ def members_command(
         say(entry.text())
 
 
-def _tell_sites(made: Coordinator) -> None:
+def _tell_sites(made: provision.Coordinator) -> None:
     say(
         f"{made.members_file} goes to the sites with the next round; a server that lies elsewhere,"
         " and a site that shall know at once, takes it: xcal federation members FOLDER LIST"
@@ -170,24 +154,22 @@ def _tell_sites(made: Coordinator) -> None:
 
 @app.command("accept")
 def accept_command(
-    folder: Path = typer.Argument(..., help="The party's folder."),
-    answer: Path = typer.Argument(..., help="The coordinator's answer."),
-    data: str | None = typer.Option(
+    folder: Path = Argument(..., help="The party's folder."),
+    answer: Path = Argument(..., help="The coordinator's answer."),
+    data: str | None = Option(
         None, help="Make its site directory too: the imported data set it trains on."
     ),
-    population: str | None = typer.Option(None, help="With --data: whose data these are."),
-    epsilon: float | None = typer.Option(
-        None, help="With --data: highest ε of all runs, for life."
-    ),
-    delta: float | None = typer.Option(None, help="With --data: highest δ of all runs, for life."),
-    epsilon_run: float | None = typer.Option(None, help="With --data: highest ε of one run."),
-    delta_run: float | None = typer.Option(None, help="With --data: highest δ of one run."),
-    unit: str | None = typer.Option(
+    population: str | None = Option(None, help="With --data: whose data these are."),
+    epsilon: float | None = Option(None, help="With --data: highest ε of all runs, for life."),
+    delta: float | None = Option(None, help="With --data: highest δ of all runs, for life."),
+    epsilon_run: float | None = Option(None, help="With --data: highest ε of one run."),
+    delta_run: float | None = Option(None, help="With --data: highest δ of one run."),
+    unit: str | None = Option(
         None,
         help="With --data: what a run must protect, record or group; group if not given and the"
         " data say whose the images are.",
     ),
-    units: int | None = typer.Option(
+    units: int | None = Option(
         None, help="With --data: declared number of units, at least as many as there are."
     ),
 ) -> None:
@@ -196,9 +178,7 @@ def accept_command(
     With --data, --population, --epsilon and --delta it also makes the site's directory and
     its policy.toml, as `xcal site init` does.
     """
-    from xcal.federation.nvflare import provision
     from xcal.federation.nvflare.check import check_party
-    from xcal.federation.nvflare.parties import Party
 
     party = Party.find(folder)
     terms = (data, population, epsilon, delta)
@@ -238,10 +218,9 @@ def accept_command(
 
 
 @app.command("check")
-def check_command(folder: Path = typer.Argument(..., help="The party's folder.")) -> None:
+def check_command(folder: Path = Argument(..., help="The party's folder.")) -> None:
     """Tell what is wrong with a party before it starts; exit code 2 where something is."""
     from xcal.federation.nvflare.check import check_party
-    from xcal.federation.nvflare.parties import Party
 
     found = check_party(Party.find(folder))
     for finding in found:
@@ -254,8 +233,8 @@ def check_command(folder: Path = typer.Argument(..., help="The party's folder.")
 
 @app.command("start")
 def start_command(
-    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
-    foreground: bool = typer.Option(False, "--foreground", help="Stay, for a supervisor."),
+    folder: Path = Argument(..., help="A party's folder, or that of a local federation."),
+    foreground: bool = Option(False, "--foreground", help="Stay, for a supervisor."),
 ) -> None:
     """Start a party (or all parties of a local federation)."""
     from xcal.federation.nvflare import process
@@ -271,7 +250,7 @@ def start_command(
 
 @app.command("halt")
 def halt_command(
-    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
+    folder: Path = Argument(..., help="A party's folder, or that of a local federation."),
 ) -> None:
     """End a party's processes (or those of all parties of a local federation)."""
     from xcal.federation.nvflare import process

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from xcal.cli.federation import app, console, say
 from xcal.cli.show import make_table
 from xcal.errors import UserError
 
-LEAD = typer.Option(
+LEAD = Option(
     None, "--lead", envvar="XCAL_LEAD", help="The lead's folder (or a viewer's, to look)."
 )
 
-KEEP_GOING = typer.Option(
+KEEP_GOING = Option(
     False,
     "--keep-going",
     help="Watch the run, and resume it where server or sites were lost: up to five times without a"
@@ -31,17 +32,15 @@ WATCH_PATIENCE = 60.0
 
 @app.command("submit")
 def submit_command(
-    experiment: Path = typer.Argument(..., help="An experiment file (TOML)."),
+    experiment: Path = Argument(..., help="An experiment file (TOML)."),
     lead: Path | None = LEAD,
-    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
-    name: str | None = typer.Option(None, "--name", help="The run's name; new."),
-    quorum: int | None = typer.Option(
-        None, "--quorum", help="Fewest sites whose answers make a round; all if not given."
+    sets: list[str] = Option([], "--set", help="key=value on top of it; may be repeated."),
+    name: str | None = Option(None, help="The run's name; new."),
+    quorum: int | None = Option(
+        None, help="Fewest sites whose answers make a round; all if not given."
     ),
-    timeout: float | None = typer.Option(
-        None, "--timeout", help="Seconds a round may take; an hour if not given."
-    ),
-    simulated: bool = typer.Option(
+    timeout: float | None = Option(None, help="Seconds a round may take; an hour if not given."),
+    simulated: bool = Option(
         False, "--simulated", help="Sites made by `init --local --seed`: compare with `xcal run`."
     ),
     keep_going: bool = KEEP_GOING,
@@ -59,14 +58,14 @@ def submit_command(
 
 @app.command("statistics")
 def statistics_command(
-    experiment: Path = typer.Argument(..., help="An experiment file (TOML): data, pixels, unit."),
-    epsilon: float = typer.Option(..., "--epsilon", help="What each site pays for its answer."),
-    delta: float = typer.Option(..., "--delta", help="What each site pays for its answer."),
+    experiment: Path = Argument(..., help="An experiment file (TOML): data, pixels, unit."),
+    epsilon: float = Option(..., help="What each site pays for its answer."),
+    delta: float = Option(..., help="What each site pays for its answer."),
     lead: Path | None = LEAD,
-    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
-    name: str | None = typer.Option(None, "--name", help="Under which name it is charged; new."),
-    timeout: float | None = typer.Option(None, "--timeout", help="Seconds to wait; an hour."),
-    out: Path | None = typer.Option(None, "--out", help="Write the numbers as JSON, too."),
+    sets: list[str] = Option([], "--set", help="key=value on top of it; may be repeated."),
+    name: str | None = Option(None, help="Under which name it is charged; new."),
+    timeout: float | None = Option(None, help="Seconds to wait; an hour."),
+    out: Path | None = Option(None, help="Write the numbers as JSON, too."),
 ) -> None:
     """Lead: before training, ask the sites how many units each class has.
 
@@ -111,12 +110,12 @@ def _show_statistics(found: dict[str, Any]) -> None:
 
 @app.command("status")
 def status_command(
-    run: str | None = typer.Argument(None, help="A run's name; all if not given."),
+    run: str | None = Argument(None, help="A run's name; all if not given."),
     lead: Path | None = LEAD,
-    watch: bool = typer.Option(False, "--watch", help="Until the run ends."),
-    every: float = typer.Option(2.0, "--every", help="Seconds between looks."),
-    tensorboard: Path | None = typer.Option(
-        None, "--tensorboard", help="With --watch: write the same for TensorBoard to this folder."
+    watch: bool = Option(False, "--watch", help="Until the run ends."),
+    every: float = Option(2.0, help="Seconds between looks."),
+    tensorboard: Path | None = Option(
+        None, help="With --watch: write the same for TensorBoard to this folder."
     ),
     keep_going: bool = KEEP_GOING,
 ) -> None:
@@ -187,7 +186,7 @@ def _watch(
 
 @app.command("stop")
 def stop_command(
-    run: str = typer.Argument(..., help="The run's name."), lead: Path | None = LEAD
+    run: str = Argument(..., help="The run's name."), lead: Path | None = LEAD
 ) -> None:
     """Lead: stop a run. What was trained and charged stays; it can be resumed."""
     from xcal.federation.nvflare import lead_runs as runs
@@ -198,10 +197,10 @@ def stop_command(
 
 @app.command("resume")
 def resume_command(
-    run: str = typer.Argument(..., help="The run's name."),
+    run: str = Argument(..., help="The run's name."),
     lead: Path | None = LEAD,
-    quorum: int | None = typer.Option(None, "--quorum", help="Another quorum from here on."),
-    timeout: float | None = typer.Option(None, "--timeout", help="Another timeout from here on."),
+    quorum: int | None = Option(None, help="Another quorum from here on."),
+    timeout: float | None = Option(None, help="Another timeout from here on."),
 ) -> None:
     """Lead: go on with a run from the server's last checkpoint, under the same name."""
     from xcal.federation.nvflare import lead_runs as runs
@@ -212,9 +211,9 @@ def resume_command(
 
 @app.command("fetch")
 def fetch_command(
-    run: str = typer.Argument(..., help="The run's name."),
+    run: str = Argument(..., help="The run's name."),
     lead: Path | None = LEAD,
-    out: Path = typer.Option(..., "--out", help="Where the run's folder goes; must not exist."),
+    out: Path = Option(..., help="Where the run's folder goes; must not exist."),
 ) -> None:
     """Lead: fetch a run's results."""
     from xcal.federation.nvflare import lead_runs as runs
@@ -229,9 +228,9 @@ def fetch_command(
 @app.command("dashboard")
 def dashboard_command(
     lead: Path | None = LEAD,
-    port: int = typer.Option(8470, "--port", help="On 127.0.0.1; nobody else can reach it."),
-    every: float = typer.Option(5.0, "--every", help="Seconds between looks at the server."),
-    once: bool = typer.Option(False, "--once", help="Print the page and leave."),
+    port: int = Option(8470, help="On 127.0.0.1; nobody else can reach it."),
+    every: float = Option(5.0, help="Seconds between looks at the server."),
+    once: bool = Option(False, "--once", help="Print the page and leave."),
 ) -> None:
     """Lead: a live page on this machine: sites, rounds, who is late, refusals, curves, budgets."""
     from xcal.federation.loopback import serve
@@ -252,17 +251,13 @@ def dashboard_command(
 
 @app.command("metrics")
 def metrics_command(
-    folder: Path = typer.Argument(
-        ..., help="The party's folder: a site's, the server's, a lead's."
-    ),
-    port: int = typer.Option(9464, "--port", help="On 127.0.0.1; nobody else can reach it."),
-    once: bool = typer.Option(False, "--once", help="Print the metrics and leave."),
-    healthy: bool = typer.Option(
+    folder: Path = Argument(..., help="The party's folder: a site's, the server's, a lead's."),
+    port: int = Option(9464, help="On 127.0.0.1; nobody else can reach it."),
+    once: bool = Option(False, "--once", help="Print the metrics and leave."),
+    healthy: bool = Option(
         False, "--health", help="Say whether all is well and leave; exit code 1 where it is not."
     ),
-    verify_every: float = typer.Option(
-        3600.0, "--verify-every", help="Seconds between verifications of a site's ledger."
-    ),
+    verify_every: float = Option(3600.0, help="Seconds between verifications of a site's ledger."),
 ) -> None:
     """Serve /metrics in Prometheus' text format and /health on loopback, from a party's files."""
     from xcal.federation.loopback import Page, serve
@@ -270,29 +265,30 @@ def metrics_command(
     from xcal.federation.nvflare.dashboard import Eye
 
     party = observe.party_of(folder)
+    looks = party.about.role in ("lead", "viewer")  # at the server, and has no ledger of its own
     watched = observe.Watched(party, verify_every)
     eye = Eye(party, 15.0)
 
     def text() -> str:
-        if party.about.role in ("lead", "viewer"):
-            return "" if eye.snapshot is None else exposed(exposition.of_runs(eye.snapshot))
+        if looks:
+            seen = eye.snapshot
+            return "" if seen is None else exposition.exposed(exposition.of_runs(seen))
         found = exposition.of_party(watched)
         if party.about.role == "server":
             runs = exposition.of_runs(observe.of_server(party))
             found = {name: [*found[name], *runs[name]] for name in found}
-        return exposed(found)
+        return exposition.exposed(found)
 
     def answers(path: str, query: Mapping[str, str]) -> Page | None:  # noqa: ARG001
         if path == "/metrics":
             return Page(text(), exposition.KIND)
         if path != "/health":
             return None
-        if party.about.role in ("lead", "viewer"):
+        if looks:
             return Page(f"{eye.problem or 'ok'}\n", status=503 if eye.problem else 200)
         return exposition.health(watched)
 
-    exposed = exposition.exposed
-    if (once or healthy) and party.about.role in ("lead", "viewer"):
+    if (once or healthy) and looks:
         eye.look()
     if healthy:
         told = answers("/health", {})
@@ -300,12 +296,12 @@ def metrics_command(
         typer.echo(told.body, nl=False)
         raise typer.Exit(int(told.status != 200))
     if once:
-        if party.about.role in ("lead", "viewer") and eye.problem:
+        if looks and eye.problem:
             raise UserError(eye.problem)
         typer.echo(text(), nl=False)
         return
     server = serve(port, answers)
-    if party.about.role in ("lead", "viewer"):
+    if looks:
         eye.start()
     say(f"http://127.0.0.1:{server.server_port}/metrics until Ctrl-C.")
     server.serve_forever()
@@ -313,9 +309,9 @@ def metrics_command(
 
 @app.command("clean")
 def clean_command(
-    folder: Path = typer.Argument(..., help="A party's folder, or that of a local federation."),
-    days: float = typer.Option(90.0, "--older-than", help="Days that nobody wrote to it."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would go."),
+    folder: Path = Argument(..., help="A party's folder, or that of a local federation."),
+    days: float = Option(90.0, "--older-than", help="Days that nobody wrote to it."),
+    dry_run: bool = Option(False, "--dry-run", help="Only say what would go."),
 ) -> None:
     """Remove old job folders, scratch files and logs; never ledgers, runs or answers."""
     from xcal.federation.nvflare import cleaning

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from typer import Argument, Option
 
 from xcal.cli.show import make_table, plain_console
+from xcal.errors import UserError
+from xcal.federation.files import own_folder, write_bytes
+from xcal.federation.ledgers_of import find_ledgers
 
 if TYPE_CHECKING:
     from xcal.dp.ledger.analysis import Analysis
@@ -23,23 +27,20 @@ app = typer.Typer(
 
 @app.command("create")
 def create_command(
-    site_dir: Path = typer.Argument(..., help="The site directory to make."),
-    population: str = typer.Option(..., help="Whose data these are: a name you choose, for good."),
-    epsilon: float = typer.Option(..., help="Lifetime limit ε over all runs."),
-    delta: float = typer.Option(..., help="Lifetime limit δ over all runs."),
-    unit: str = typer.Option(
+    site_dir: Path = Argument(..., help="The site directory to make."),
+    population: str = Option(..., help="Whose data these are: a name you choose, for good."),
+    epsilon: float = Option(..., help="Lifetime limit ε over all runs."),
+    delta: float = Option(..., help="Lifetime limit δ over all runs."),
+    unit: str = Option(
         ..., help="What is protected: group (a person), record (an image) or client; for good."
     ),
-    rule: str = typer.Option(
-        "sum", help="sum: runs reserve their (ε, δ); renyi: one order for all."
-    ),
-    order: float | None = typer.Option(None, help="The order of the rule renyi."),
+    rule: str = Option("sum", help="sum: runs reserve their (ε, δ); renyi: one order for all."),
+    order: float | None = Option(None, help="The order of the rule renyi."),
 ) -> None:
     """Make a ledger that carries a lifetime limit."""
     from xcal.dp.calibration import check_target
     from xcal.dp.ledger import ledger as ledgers
     from xcal.dp.ledger.rows import Terms
-    from xcal.federation.files import own_folder
     from xcal.federation.site_directory import ONE_LEDGER, sites_of_the_same
 
     check_target(epsilon, delta)
@@ -84,13 +85,12 @@ def room_text(
 
 @app.command("show")
 def show_command(
-    path: Path = typer.Argument(..., help="A ledger, a site directory or a run's folder."),
-    rows: int = typer.Option(5, help="How many of the last rows to show."),
+    path: Path = Argument(..., help="A ledger, a site directory or a run's folder."),
+    rows: int = Option(5, help="How many of the last rows to show."),
 ) -> None:
     """Show what was spent, by whom, and the last rows."""
     from xcal.dp.ledger.analysis import lifetime_text, spending
     from xcal.dp.ledger.rows import charges_of, read_rows, runs_of, terms_of
-    from xcal.federation.ledgers_of import find_ledgers
 
     console = plain_console()
     for found in find_ledgers(path):
@@ -140,9 +140,9 @@ def show_command(
 
 @app.command("verify")
 def verify_command(
-    path: Path = typer.Argument(..., help="A ledger, a site, a run's folder or a signed page."),
-    ledger: Path | None = typer.Option(
-        None, "--ledger", help="With a page: the site whose ledger still has to contain it."
+    path: Path = Argument(..., help="A ledger, a site, a run's folder or a signed page."),
+    ledger: Path | None = Option(
+        None, help="With a page: the site whose ledger still has to contain it."
     ),
 ) -> None:
     """Check chain, head, every cost and every limit; exit 0, or 1 naming the row.
@@ -152,8 +152,6 @@ def verify_command(
     """
     from xcal.dp.ledger.analysis import lifetime_text, spending_text
     from xcal.dp.ledger.rows import read_rows, verify
-    from xcal.errors import UserError
-    from xcal.federation.ledgers_of import find_ledgers
 
     if path.suffix.lower() in (".html", ".htm"):
         _verify_page(path, ledger)
@@ -175,17 +173,13 @@ def verify_command(
 
 
 def _verify_page(path: Path, ledger: Path | None) -> None:
-    from xcal.errors import UserError
     from xcal.federation.certificate import check_against, read_certificate
-    from xcal.federation.ledgers_of import find_ledgers
 
-    found: list[Path] = [] if ledger is None else list(find_ledgers(ledger))
-    if len(found) > 1:
-        raise UserError(f"{ledger} has {len(found)} ledgers: name one client's.")
+    found = None if ledger is None else _one_ledger(ledger)
     try:
         page = read_certificate(path)
-        for one in found:
-            check_against(page, one)
+        if found is not None:
+            check_against(page, found)
     except UserError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -194,21 +188,26 @@ def _verify_page(path: Path, ledger: Path | None) -> None:
         f"{path}: signed by {page.facts['site']} with the key {page.key}, and unchanged;"
         f" made {page.facts['made']} of {head['rows']} rows, head {head['hash'][:12]}."
     )
-    if not found:
+    if found is None:
         typer.echo("Whether its ledger still says so: add --ledger SITE.")
     else:
-        typer.echo(f"{found[0]} contains it.")
+        typer.echo(f"{found} contains it.")
+
+
+def _one_ledger(path: Path) -> Path:
+    found = list(find_ledgers(path))
+    if len(found) != 1:
+        raise UserError(f"{path} has {len(found)} ledgers: name one client's.")
+    return found[0]
 
 
 @app.command("certificate")
 def certificate_command(
-    site_dir: Path = typer.Argument(..., help="A site."),
-    out: Path = typer.Option(..., "--out", help="The page to write (.html)."),
+    site_dir: Path = Argument(..., help="A site."),
+    out: Path = Option(..., help="The page to write (.html)."),
 ) -> None:
     """One signed page for the data-protection officer: what was paid, to whom, what is left."""
-    from xcal.errors import UserError
     from xcal.federation.certificate import KEY, certificate, read_certificate
-    from xcal.federation.files import write_bytes
 
     if out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{out} is no page: give it a name that ends in .html.")
@@ -223,36 +222,31 @@ def certificate_command(
 
 @app.command("backup")
 def backup_command(
-    path: Path = typer.Argument(..., help="A ledger or a site directory."),
-    folder: Path = typer.Argument(..., help="Where the copy goes: best on another machine's disk."),
+    path: Path = Argument(..., help="A ledger or a site directory."),
+    folder: Path = Argument(..., help="Where the copy goes: best on another machine's disk."),
 ) -> None:
     """Copy a ledger, its head and which images it paid for, also while a client spends from it."""
     from xcal.dp.ledger.backup import back_up
-    from xcal.errors import UserError
-    from xcal.federation.ledgers_of import find_ledgers
     from xcal.federation.partition_record import copy_record
 
-    found = list(find_ledgers(path))
-    if len(found) != 1:
-        raise UserError(f"{path} has {len(found)} ledgers: name one client's.")
-    made = back_up(found[0], folder)
-    typer.echo(f"Copied {found[0]} to {folder}: {made.count} rows, head {made.hash[:12]}.")
-    copied = copy_record(found[0].parent, folder)
+    ledger = _one_ledger(path)
+    made = back_up(ledger, folder)
+    typer.echo(f"Copied {ledger} to {folder}: {made.count} rows, head {made.hash[:12]}.")
+    copied = copy_record(ledger.parent, folder)
     if copied is not None:
         typer.echo(f"Copied {copied.name}, which says which images were charged.")
 
 
 @app.command("analyse")
 def analyse_command(
-    path: Path = typer.Argument(..., help="A ledger, a site directory or a run's folder."),
-    run: str | None = typer.Option(None, help="Only the run of this name."),
-    pld: bool = typer.Option(True, help="Also by privacy-loss distributions (some seconds)."),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+    path: Path = Argument(..., help="A ledger, a site directory or a run's folder."),
+    run: str | None = Option(None, help="Only the run of this name."),
+    pld: bool = Option(True, help="Also by privacy-loss distributions (some seconds)."),
+    as_json: bool = Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """After a run: what was spent on what, what is left, what a static plan would have cost."""
     from xcal.dp.ledger.analysis import HOW_SHARED, analyse, lifetime, lifetime_text
     from xcal.dp.ledger.rows import read_rows
-    from xcal.federation.ledgers_of import find_ledgers
 
     found = []
     for ledger in find_ledgers(path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from typer import Option
 
 import xcal
 from xcal.cli.show import make_table, plain_console
@@ -55,21 +56,19 @@ def shown_values(plan: Plan) -> dict[str, Any]:
 
 
 def plan_command(
-    method: str = typer.Option("xcal", help="A method with a guarantee: fl-dp, xcal, …"),
-    epsilon: float = typer.Option(..., help="Target ε over all rounds."),
-    delta: float = typer.Option(1e-5, help="Target δ."),
-    units: int = typer.Option(..., help="Units of privacy at the client, n."),
-    unit: str | None = typer.Option(
+    method: str = Option("xcal", help="A method with a guarantee: fl-dp, xcal, …"),
+    epsilon: float = Option(..., help="Target ε over all rounds."),
+    delta: float = Option(1e-5, help="Target δ."),
+    units: int = Option(..., help="Units of privacy at the client, n."),
+    unit: str | None = Option(
         None, help="What a unit is: record (assumed if not given), or group."
     ),
-    batch: int = typer.Option(
-        32, "--expected-batch-size", "--batch", help="Expected batch size B."
-    ),
-    rounds: int = typer.Option(30, help="Rounds T."),
-    sets: list[str] = typer.Option(
+    batch: int = Option(32, "--expected-batch-size", "--batch", help="Expected batch size B."),
+    rounds: int = Option(30, help="Rounds T."),
+    sets: list[str] = Option(
         [], "--set", help="key=value, as kappa=1 or accountant=renyi; may be repeated."
     ),
-    as_json: bool = typer.Option(False, "--json", help="One JSON object and nothing else."),
+    as_json: bool = Option(False, "--json", help="One JSON object and nothing else."),
 ) -> None:
     """Show the noise that a target (ε, δ) needs."""
     from xcal.config import parse_set

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from xcal.cli.interrupts import interruptible
 from xcal.config import nearest
@@ -47,29 +47,29 @@ def _shown(console: Console, folder: Path, watch: bool) -> Iterator[None]:
 
 
 def run_command(
-    experiment: Path | None = typer.Argument(None, help="An experiment file (TOML)."),
-    sets: list[str] = typer.Option([], "--set", help="key=value on top of it; may be repeated."),
-    out: Path | None = typer.Option(None, "--out", help="The run's folder; must not exist yet."),
-    resume: Path | None = typer.Option(None, "--resume", help="Continue the run in this folder."),
-    engine: str = typer.Option(
+    experiment: Path | None = Argument(None, help="An experiment file (TOML)."),
+    sets: list[str] = Option([], "--set", help="key=value on top of it; may be repeated."),
+    out: Path | None = Option(None, help="The run's folder; must not exist yet."),
+    resume: Path | None = Option(None, help="Continue the run in this folder."),
+    engine: str = Option(
         "local", help="local: on this machine; flower: clients in parallel, over Ray."
     ),
-    workers: int | None = typer.Option(
+    workers: int | None = Option(
         None,
         min=1,
         max=256,
         help="local: processes that clients train in, side by side; also with --resume.",
     ),
-    client_cpus: float = typer.Option(1.0, help="flower: CPUs for one client."),
-    client_gpus: float = typer.Option(0.0, help="flower: GPUs for one client, or a share of one."),
-    ray_address: str | None = typer.Option(None, help="flower: a Ray cluster's address."),
-    watch: bool = typer.Option(
+    client_cpus: float = Option(1.0, help="flower: CPUs for one client."),
+    client_gpus: float = Option(0.0, help="flower: GPUs for one client, or a share of one."),
+    ray_address: str | None = Option(None, help="flower: a Ray cluster's address."),
+    watch: bool = Option(
         False, "--watch", help="Also show it in the browser while it trains, on this machine only."
     ),
 ) -> None:
     """Train one experiment, or continue one that was cut off."""
     from xcal.cli.show import LiveProgress, show_result
-    from xcal.data.watch import watched
+    from xcal.data.synthetic import watched
     from xcal.experiments import load_experiment
     from xcal.federation.constants import with_constants
     from xcal.federation.folder import RunFolder

@@ -181,8 +181,8 @@ def _unit_of(data: str | None, experiment: Path | None, given: str | None) -> tu
 
 @app.command("show")
 def show_command(
-    site_dir: Path = typer.Argument(..., help="A site directory."),
-    refusals: int = typer.Option(5, help="How many of the last refusals to show."),
+    site_dir: Path = Argument(..., help="A site directory."),
+    refusals: int = Option(5, help="How many of the last refusals to show."),
 ) -> None:
     """Show what a client allows, what it has paid, and what it refused last."""
     from xcal.dp.ledger.analysis import lifetime_text, spending_text
@@ -228,7 +228,7 @@ def show_command(
 
 
 @app.command("key")
-def key_command(site_dir: Path = typer.Argument(..., help="A site directory.")) -> None:
+def key_command(site_dir: Path = Argument(..., help="A site directory.")) -> None:
     """Print the public key that other sites know this one by: a line of their roster.toml."""
     from xcal.federation.site_directory import SiteDirectory
     from xcal.federation.site_identity import public_key
@@ -237,7 +237,7 @@ def key_command(site_dir: Path = typer.Argument(..., help="A site directory.")) 
 
 
 @app.command("check")
-def check_command(site_dir: Path = typer.Argument(..., help="A site directory.")) -> None:
+def check_command(site_dir: Path = Argument(..., help="A site directory.")) -> None:
     """Look for what would keep a client from answering; exit 0, or 1 naming what is wrong."""
     from xcal.federation.site_check import check_site
     from xcal.federation.site_directory import SiteDirectory
@@ -255,8 +255,8 @@ def check_command(site_dir: Path = typer.Argument(..., help="A site directory.")
 
 @app.command("evaluate")
 def evaluate_command(
-    site_dir: Path = typer.Argument(..., help="A site directory."),
-    run: Path = typer.Argument(..., help="A finished run's folder, as `federation fetch` brings."),
+    site_dir: Path = Argument(..., help="A site directory."),
+    run: Path = Argument(..., help="A finished run's folder, as `federation fetch` brings."),
 ) -> None:
     """Measure a run's model on this site's held-out images. Nothing is charged or sent."""
     from xcal.federation.folder import RunFolder

@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from typer import Argument, Option
 
 from xcal.cli.interrupts import interruptible
-from xcal.cli.show import Bar, number
+from xcal.cli.show import Bar, make_table, number
 from xcal.errors import UserError
 
 if TYPE_CHECKING:
-    from xcal.studies.comparison import Row
-    from xcal.studies.grid import Cell, Grid, OwnGrid
+    from xcal.studies.grid import Cell, Grid
     from xcal.studies.runner import Outcome
     from xcal.studies.store import Results
 
@@ -119,23 +117,24 @@ def print_outcome(console: Console, outcome: Outcome, minutes: float | None) -> 
 
 
 def study_command(
-    experiment: Path = typer.Argument(..., help="An experiment file; it may have a table [axes]."),
-    axes: list[str] = typer.Argument(None, help="Axes, as method=fl-dp,xcal epsilon=1,8."),
-    seeds: int | None = typer.Option(None, min=1, help="How many seeds, counted from 0."),
-    out: Path | None = typer.Option(None, help="Where results go; else studies/NAME of the file."),
-    limit_minutes: float | None = typer.Option(None, help="Stop after so long; go on later."),
-    jobs: int | None = typer.Option(None, min=1, help="Cells at once; else what the machine has."),
-    keep: bool = typer.Option(False, "--keep", help="Keep finished cells' run folders."),
-    plan: bool = typer.Option(False, "--plan", help="Only say what there is and what is missing."),
+    experiment: Path = Argument(..., help="An experiment file; it may have a table [axes]."),
+    axes: list[str] = Argument(None, help="Axes, as method=fl-dp,xcal epsilon=1,8."),
+    seeds: int | None = Option(None, min=1, help="How many seeds, counted from 0."),
+    out: Path | None = Option(None, help="Where results go; else studies/NAME of the file."),
+    limit_minutes: float | None = Option(None, help="Stop after so long; go on later."),
+    jobs: int | None = Option(None, min=1, help="Cells at once; else what the machine has."),
+    keep: bool = Option(False, "--keep", help="Keep finished cells' run folders."),
+    plan: bool = Option(False, "--plan", help="Only say what there is and what is missing."),
 ) -> None:
     """Run an experiment at every combination of some keys' values, and compare them in pairs.
 
     Values of the first axis are compared with its first value, seed by seed. The same command
     again goes on where it stopped; more seeds or values add to what is there.
     """
-    from xcal.studies.comparison import rows_of, rows_text
+    from xcal.report.report import COMPARISON, study_page
     from xcal.studies.grid import own_grid
     from xcal.studies.runner import Options, run_grid
+    from xcal.studies.statistics import rows_of, rows_text
     from xcal.studies.store import Results, write_text
 
     console = Console()
@@ -156,39 +155,13 @@ def study_command(
     with interruptible(console, AGAIN), GridProgress(console, experiment.stem, said) as progress:
         outcome = run_grid(grid, options, progress)
     rows = rows_of(own, results)
-    write_text(folder / "comparison.csv", rows_text(own, rows))
+    write_text(folder / COMPARISON, rows_text(own, rows))
     if rows:
-        console.print(_rows_table(own, rows))
+        shown = study_page(folder).runs_table
+        assert shown is not None
+        console.print(make_table(None, shown.head, shown.rows, caption=shown.note))
     console.print(
         f"{outcome.finished} of {outcome.total} cells are finished: {folder}/cells.csv, compared in"
-        f" {folder}/comparison.csv."
+        f" {folder}/{COMPARISON}."
     )
     print_outcome(console, outcome, limit_minutes)
-
-
-def _rows_table(own: OwnGrid, rows: list[Row]) -> Table:
-    axes = [k for k, v in own.axes.items() if k != "seed" and len(v) > 1]
-    first = "" if own.compared is None else f"{own.compared} = {own.axes[own.compared][0]}"
-    caption = "Mean ± standard deviation over (n) seeds."
-    if first:
-        caption += (
-            f" Differences from {first}, paired by seed, with 95 % intervals that resample seeds"
-            " and whole groups of test images."
-        )
-    table = Table(caption=caption, caption_justify="left")
-    heads = ["macro F1", *([f"− {first}", "verdict"] if first else []), "ROAD"]
-    for head in [*axes, *heads, *([f"− {first}", "verdict"] if first else [])]:
-        table.add_column(head)
-    for row in rows:
-        cells = [str(row.at[k]) for k in axes]
-        for measure in ("macro_f1", "road"):
-            mean, d = row.means.get(measure), row.differences.get(measure)
-            spread = "" if mean is None or mean.deviation is None else f" ± {mean.deviation:.3f}"
-            cells.append("–" if mean is None else f"{mean.mean:.3f}{spread} ({mean.seeds})")
-            if row.diverged and measure == "macro_f1":
-                cells[-1] += f", {row.diverged} diverged"
-            if first:
-                cells.append("" if d is None else f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]")
-                cells.append("" if d is None else d.verdict)
-        table.add_row(*cells)
-    return table

@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files as packaged
 from pathlib import PurePosixPath
 
-from xcal.data.dicom import decode_file, is_image, patient_of_file
+from xcal.data.decode import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import SPLIT_NAMES, ColumnChoice, Listing, Record, Split, group_of_one
 from xcal.data.source_files import Files
-from xcal.data.table import passed_over, people_beside
+from xcal.data.table import check_one_person, passed_over, people_beside
 from xcal.errors import UserError
 
 # …/TRAIN/EOSINOPHIL/_12_3456.jpeg: neither number says which picture the file is a copy of.
@@ -20,13 +20,12 @@ _BLOOD_CELL = re.compile(
     r"(?:.*/)?(?P<file>(?P<split>TRAIN|TEST|TEST_SIMPLE)/"
     r"(?P<cell>EOSINOPHIL|LYMPHOCYTE|MONOCYTE|NEUTROPHIL)/_\d+_\d+\.jpe?g)"
 )
-
-
+_CELLS = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
 AS_SHIPPED = "blood-cells-as-shipped"
 
 
 def is_blood_cells(files: Files) -> bool:
-    return any(_BLOOD_CELL.fullmatch(name) for name in files.sizes)
+    return bool(_blood_cell_files(files))
 
 
 @cache
@@ -49,34 +48,21 @@ def blood_cells(files: Files) -> Listing:
     pictures that have copies in TEST are left out, in whatever part of the set was given.
     TEST_SIMPLE holds nothing but originals of copies in TEST, so it is left out altogether.
     """
-    classes = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
     picture_of = blood_cell_pictures()
     tested = {n for file, n in picture_of.items() if file.startswith("TEST/")}
+    found = _blood_cell_files(files)
+    used = [(name, match) for name, match in found if match["split"] != "TEST_SIMPLE"]
     records = []
     unknown = []
-    simple = 0
     also_tested: list[int] = []
-    for name in files.sizes:
-        match = _BLOOD_CELL.fullmatch(name)
-        if match is None:
-            continue
-        if match["split"] == "TEST_SIMPLE":
-            simple += 1
-            continue
+    for name, match in used:
         picture = picture_of.get(match["file"])
         if picture is None:
             unknown.append(name)
         elif match["split"] == "TRAIN" and picture in tested:
             also_tested.append(picture)
         else:
-            records.append(
-                Record(
-                    id=name,
-                    label=classes.index(match["cell"].lower()),
-                    group=f"{picture:04d}",
-                    split="train" if match["split"] == "TRAIN" else "test",
-                )
-            )
+            records.append(_blood_cell(name, match, f"{picture:04d}"))
     if unknown:
         raise UserError(
             f"Which pictures {len(unknown)} of the files in TRAIN and TEST are copies of is not "
@@ -84,8 +70,6 @@ def blood_cells(files: Files) -> Listing:
             "Images; remove them or, if every file is a picture of its own, remove TEST_SIMPLE "
             "and import with --kind folders."
         )
-    if not records:
-        raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
     notes = []
     for folder, split in (("TRAIN", "train"), ("TEST", "test")):
         of_split = [record.group for record in records if record.split == split]
@@ -99,19 +83,9 @@ def blood_cells(files: Files) -> Listing:
             f"TRAIN: {len(also_tested):,} more files are left out, as their "
             f"{len(set(also_tested)):,} pictures have copies in TEST."
         )
-    if simple:
+    if simple := len(found) - len(used):
         notes.append(f"TEST_SIMPLE ({simple} files) is not used.")
-    return Listing(
-        kind="blood-cells",
-        default_name="blood-cells",
-        task="cell",
-        classes=classes,
-        group_name="picture",
-        license="MIT (Kaggle, Blood Cell Images)",
-        records=tuple(records),
-        decode=lambda record, pixels: decode_file(files, record.id, pixels),
-        notes=tuple(notes),
-    )
+    return _blood_cell_listing(files, "blood-cells", "picture", records, notes)
 
 
 def blood_cells_as_shipped(files: Files) -> Listing:
@@ -120,30 +94,39 @@ def blood_cells_as_shipped(files: Files) -> Listing:
     Copies of one picture stand in training, validation and test, and at several clients. Results on
     it are flattered by that, and a guarantee per file says next to nothing of a picture.
     """
-    classes = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
-    found = [(name, m) for name in files.sizes if (m := _BLOOD_CELL.fullmatch(name))]
-    records = tuple(
-        Record(
-            id=name,
-            label=classes.index(match["cell"].lower()),
-            group=group_of_one(name),
-            split="train" if match["split"] == "TRAIN" else "test",
-        )
-        for name, match in found
+    records = [
+        _blood_cell(name, match, group_of_one(name))
+        for name, match in _blood_cell_files(files)
         if match["split"] != "TEST_SIMPLE"
-    )
+    ]
+    note = "Copies of one picture stand in training, validation and test: see docs/data.md."
+    return _blood_cell_listing(files, AS_SHIPPED, RECORD_GROUPS, records, [note])
+
+
+def _blood_cell_files(files: Files) -> list[tuple[str, re.Match[str]]]:
+    return [(name, match) for name in files.sizes if (match := _BLOOD_CELL.fullmatch(name))]
+
+
+def _blood_cell(name: str, match: re.Match[str], group: str) -> Record:
+    split: Split = "train" if match["split"] == "TRAIN" else "test"
+    return Record(name, _CELLS.index(match["cell"].lower()), group, split)
+
+
+def _blood_cell_listing(
+    files: Files, kind: str, group_name: str, records: list[Record], notes: list[str]
+) -> Listing:
     if not records:
         raise UserError("No TRAIN or TEST folder of the blood-cell layout holds any image.")
     return Listing(
-        kind=AS_SHIPPED,
-        default_name=AS_SHIPPED,
+        kind=kind,
+        default_name=kind,
         task="cell",
-        classes=classes,
-        group_name=RECORD_GROUPS,
+        classes=_CELLS,
+        group_name=group_name,
         license="MIT (Kaggle, Blood Cell Images)",
-        records=records,
+        records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
-        notes=("Copies of one picture stand in training, validation and test: see docs/data.md.",),
+        notes=tuple(notes),
     )
 
 
@@ -186,32 +169,19 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         )
     if len({split is None for _, _, split in found}) == 2:
         raise UserError("Some images lie in train or test folders and some in none.")
-    numbers = {cls: i for i, cls in enumerate(classes)}
     told = people_beside(files, [image for image, _, _ in found], choice)
     group_name = told.group_name or RECORD_GROUPS
-    group_of = {}
-    for image, _, _ in found:
+    ask_files = choice.group is None and told.group_name in (None, "patient", "group")
+    records = []
+    for image, cls, split in found:
         person = told.of.get(image)
-        own = None
-        if choice.group is None and told.group_name in (None, "patient", "group"):
-            own = patient_of_file(files, image)
-        if person is not None and own is not None and own != person:
-            raise UserError(
-                f"The table beside the images and the header of {image} (PatientID) name different"
-                " people: mend one of them, or say that the table is right with --group-column."
-            )
+        own = patient_of_file(files, image) if ask_files else None
+        check_one_person("The table beside the images", "", image, person, own)
         if own is not None and told.group_name is None:
             group_name = "patient"
-        group_of[image] = person or own
-    records = tuple(
-        Record(
-            image,
-            numbers[cls],
-            group_of_one(image) if group_of[image] is None else f"patient {group_of[image]}",
-            split,
-        )
-        for image, cls, split in found
-    )
+        whose = person or own
+        group = group_of_one(image) if whose is None else f"patient {whose}"
+        records.append(Record(image, classes.index(cls), group, split))
     unread = passed_over(files, choice, told.tables)
     others = len(files.sizes) - len(images) - len(told.tables) - len(unread)
     left = (f"{others} files that are not images were left aside.",) if others else ()
@@ -222,7 +192,7 @@ def class_folders(files: Files, name: str, choice: ColumnChoice) -> Listing:
         classes=classes,
         group_name=group_name,
         license="unknown",
-        records=records,
+        records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
         notes=(*told.notes, *unread, *left),
         repeating=told.repeating,

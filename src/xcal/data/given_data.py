@@ -12,10 +12,10 @@ from torch import Tensor
 
 from xcal.data.decode import as_rgb, squared
 from xcal.data.images import RECORD_GROUPS, ImageData, Images
+from xcal.data.listing import SPLITS
 from xcal.dp.sampling import ids_in_order, plain_ids
 from xcal.errors import UserError
 
-SPLITS = ("train", "validation", "test")
 _SHAPES = (
     "a PIL image, uint8 (height, width[, 3]), a uint8 tensor (1 or 3, height, width), or a float"
     " tensor of that shape in [0, 1]"

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from xcal.data.images import ImageData, Images
 from xcal.data.listing import SPLITS
@@ -76,6 +77,9 @@ class DatasetInfo:
     """Images of which the source names no group, in a set that has groups."""
     one_image_per_person: bool = False
     """Declared by hand at the import."""
+
+
+_INFO = TypeAdapter(DatasetInfo)
 
 
 def listing_version(kind: str) -> int:
@@ -159,26 +163,13 @@ def commit(partial: Path, info: DatasetInfo) -> None:
             os.fsync(file.fileno())
     target = folder_of(info.name, info.pixels)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # A folder cannot be replaced in one move: an old one is set aside, then let go.
+    aside = target.parent / f".{target.name}.old"
+    shutil.rmtree(aside, ignore_errors=True)
     if target.exists():
-        # A folder cannot be replaced in one move: set the old one aside, then let it go.
-        aside = target.parent / f".{target.name}.old"
-        shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
-        partial.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        partial.rename(target)
-
-
-def write_arrays(
-    folder: Path,
-    split: str,
-    labels: NDArray[np.int64],
-    groups: NDArray[np.int64],
-    ids: NDArray[np.str_],
-) -> None:
-    for name, array in (("labels", labels), ("groups", groups), ("ids", ids)):
-        np.save(folder / f"{split}.{name}.npy", array, allow_pickle=False)
+    partial.rename(target)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def checksums(folder: Path) -> dict[str, dict[str, Any]]:
@@ -210,13 +201,11 @@ def sizes_of(name: str) -> list[int]:
 
 def list_datasets() -> tuple[DatasetInfo, ...]:
     """All imported sets at all their sizes; damaged ones are left out."""
-    root = data_root() / "data"
     found = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        if folder.is_dir() and not folder.name.startswith("."):
-            for pixels in sizes_of(folder.name):
-                with contextlib.suppress(UserError):
-                    found.append(read_info(folder.name, pixels))
+    for name in known_names():
+        for pixels in sizes_of(name):
+            with contextlib.suppress(UserError):
+                found.append(read_info(name, pixels))
     return tuple(found)
 
 
@@ -245,15 +234,7 @@ def read_info(name: str, pixels: int | None = None) -> DatasetInfo:
                 f"{LISTINGS[raw['kind']][1]}: import it again with xcal data import "
                 f"{raw['source']} --name {name} --pixels {raw['pixels']}."
             )
-        raw["splits"] = {
-            split: SplitCounts(**{**counts, "per_class": tuple(counts["per_class"])})
-            for split, counts in raw["splits"].items()
-        }
-        for key in ("classes", "notes"):
-            raw[key] = tuple(raw[key])
-        for key in ("original_sizes", "skipped"):
-            raw[key] = tuple((a, b) for a, b in raw[key])
-        return DatasetInfo(**raw)
+        return _INFO.validate_python(raw)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(name, _ABOUT) from error
 
@@ -270,9 +251,8 @@ def open_dataset(name: str, pixels: int | None = None) -> ImageData:
     folder = folder_of(name, info.pixels)
     for file, expected in info.files.items():
         path = folder / file
-        if not path.is_file() or path.stat().st_size != expected["bytes"]:
-            raise _damaged(name, file)
-        if _sha256(path) != expected["sha256"]:
+        whole = path.is_file() and path.stat().st_size == expected["bytes"]
+        if not whole or _sha256(path) != expected["sha256"]:
             raise _damaged(name, file)
     train, validation, test = (_open_split(folder, split, info.pixels) for split in SPLITS)
     return ImageData(
@@ -294,11 +274,9 @@ def _open_split(folder: Path, split: str, pixels: int) -> Images:
         for name in ("labels", "groups", "ids")
     )
     shape = (len(labels), pixels, pixels, 3)
-    images: NDArray[np.uint8]
-    if len(labels):
-        images = np.memmap(folder / f"{split}.pixels.u8", np.uint8, "r", shape=shape)
-    else:
-        images = np.empty(shape, np.uint8)
+    if not len(labels):  # no file can be mapped that is empty
+        return Images(np.empty(shape, np.uint8), labels, groups, ids)
+    images = np.memmap(folder / f"{split}.pixels.u8", np.uint8, "r", shape=shape)
     return Images(images, labels, groups, ids)
 
 

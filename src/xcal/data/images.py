@@ -48,9 +48,8 @@ class Images:
         several = self.labels.ndim == 2 and self.labels.dtype == np.int64 and len(self.labels) == n
         if several and not np.isin(self.labels, (0, 1)).all():
             raise ValueError("labels of several findings must be 0 or 1 for each of them")
-        for name, array in (("labels", self.labels), ("groups", self.groups)):
-            if several and name == "labels":
-                continue
+        one_each = ({} if several else {"labels": self.labels}) | {"groups": self.groups}
+        for name, array in one_each.items():
             if array.dtype != np.int64 or array.shape != (n,):
                 raise ValueError(
                     f"{name} must be int64 of shape ({n},), one for each image, not {array.dtype} "

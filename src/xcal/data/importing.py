@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data import image_store as store
-from xcal.data.chestxray import chest_xray, find_entries
-from xcal.data.decode import strict_decoding
-from xcal.data.dicom import OnlyDicom, is_dicom
+from xcal.data.decode import OnlyDicom, is_dicom, strict_decoding
 from xcal.data.folders import (
     blood_cells,
     blood_cells_as_shipped,
@@ -26,9 +24,8 @@ from xcal.data.folders import (
 )
 from xcal.data.image_store import DatasetInfo, SplitCounts
 from xcal.data.images import RECORD_GROUPS
-from xcal.data.isic import find_diagnoses, isic
 from xcal.data.listing import SPLITS, ColumnChoice, Listing, Record, assign_splits, tables
-from xcal.data.medmnist import medmnist
+from xcal.data.published import chest_xray, find_diagnoses, find_entries, isic, medmnist
 from xcal.data.source_files import BadFile, Files, FolderFiles, open_files
 from xcal.data.table import find_labeled_table, labeled_table
 from xcal.errors import UserError
@@ -82,7 +79,7 @@ def import_dataset(
     task: str | None = None,
     skip_bad: bool = False,
     replace: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda *_: None,
     *,
     path_column: str | None = None,
     label_column: str | None = None,
@@ -123,20 +120,18 @@ def import_dataset(
             asked = (columns, one_image_per_person, all_train)
             key = _key(path, files, listing, pixels, skip_bad, asked)
             with store.exclusive(name):
-                before = _standing(name, pixels)
-                # An older version may not have seen whose the images are.
-                ungrouped = 0 if one_image_per_person else listing.unnamed
-                same_groups = before is not None and (
-                    (before.group_name, before.ungrouped_images) == (listing.group_name, ungrouped)
-                )
-                if before is not None and before.key == key and same_groups:
-                    return ImportSummary(before, already_there=True)
-                if before is not None and not replace:
-                    raise UserError(
-                        f"{name!r} at {pixels} pixels already holds other images, or the same"
-                        f" read in another way (from "
-                        f"{before.source}); choose another --name, or --replace it."
-                    )
+                if (before := _standing(name, pixels)) is not None:
+                    # An older version may not have seen whose the images are.
+                    ungrouped = 0 if one_image_per_person else listing.unnamed
+                    now = (key, listing.group_name, ungrouped)
+                    if (before.key, before.group_name, before.ungrouped_images) == now:
+                        return ImportSummary(before, already_there=True)
+                    if not replace:
+                        raise UserError(
+                            f"{name!r} at {pixels} pixels already holds other images, or the same"
+                            f" read in another way (from {before.source}); choose another --name,"
+                            " or --replace it."
+                        )
                 info = _decode_all(path, listing, name, pixels, key, skip_bad, progress, asked)
                 return ImportSummary(info, already_there=False)
     finally:
@@ -275,7 +270,7 @@ def _decode_all(
     pixels: int,
     key: str,
     skip_bad: bool,
-    progress: Progress | None,
+    progress: Progress,
     asked: _Asked,
 ) -> DatasetInfo:
     _, one_image_per_person, all_train = asked
@@ -314,8 +309,7 @@ def _decode_all(
                         sizes[size] += 1
                         kept.append(record)
                     done += 1
-                    if progress is not None:
-                        progress(done, len(records))
+                    progress(done, len(records))
             several = any(isinstance(r.label, tuple) for r in records)
             counts[split] = _write_split(
                 folder, split, kept, number_of, len(listing.classes), several
@@ -424,5 +418,6 @@ def _write_split(
         labels = np.zeros((0, n_classes), np.int64)
     groups = np.array([number_of[r.group] for r in records], np.int64)
     ids = np.array([r.id for r in records], dtype=np.str_)
-    store.write_arrays(folder, split, labels, groups, ids)
+    for name, array in (("labels", labels), ("groups", groups), ("ids", ids)):
+        np.save(folder / f"{split}.{name}.npy", array, allow_pickle=False)
     return store.count_split(labels, groups, n_classes)

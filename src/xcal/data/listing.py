@@ -9,7 +9,6 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Literal, get_args
 
 import numpy as np
@@ -223,34 +222,24 @@ def is_identifier(column: str) -> bool:
     return bool(_ID_AT_THE_END.fullmatch(column.strip())) and not _NOT_A_PERSON.fullmatch(plain)
 
 
-@dataclass(frozen=True)
-class Unused:
-    """Columns of a table that may say whose the images are, and that were not read."""
-
-    notes: tuple[str, ...] = ()
-    repeating: tuple[str, ...] = ()
-
-
 def unused_identifiers(
     table: str, rows: Sequence[Mapping[str, str]], used: Iterable[str | None]
-) -> Unused:
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What to say of columns that may say whose an image is; which of them name somebody twice."""
     found = [c for c in rows[0] if c not in set(used) and is_identifier(c)]
     if not found:
-        return Unused()
+        return (), ()
     repeating = []
     for column in found:
         people = [name for row in rows if (name := somebody(row.get(column, "")))]
         if len(set(people)) < len(people):
             repeating.append(column)
-    return Unused(
-        (
-            f"{table} has columns that may say whose an image is and that were not used:"
-            f" {', '.join(map(repr, found))}. If one of them does, import with --group-column"
-            f" {(repeating or found)[0]!r}.",
-        ),
-        tuple(repeating),
+    note = (
+        f"{table} has columns that may say whose an image is and that were not used:"
+        f" {', '.join(map(repr, found))}. If one of them does, import with --group-column"
+        f" {(repeating or found)[0]!r}."
     )
+    return (note,), tuple(repeating)
 
 
 class SameColumnTwice(UserError):
@@ -314,14 +303,6 @@ def tables(files: Files) -> list[str]:
     return sorted(names, key=lambda n: (n.count("/"), n))
 
 
-def find_table(files: Files, stem: str) -> str | None:
-    """The shallowest CSV whose name starts with `stem`, in any case."""
-    for name in tables(files):
-        if PurePosixPath(name).name.lower().startswith(stem.lower()):
-            return name
-    return None
-
-
 def rows_or_none(files: Files, name: str) -> list[dict[str, str]]:
     """As `read_table`, but a table that cannot be read is one without rows.
 
@@ -339,14 +320,13 @@ def assign_splits(
     records: Sequence[Record],
     n_classes: int,
     notes: list[str],
-    seed: int = 0,
     *,
     all_train: bool = False,
     group_name: str = "group",
 ) -> tuple[Record, ...]:
     """Give every record a split; what a set brings of its own stays, unless `all_train`.
 
-    Whole groups are moved, chosen at random from `seed` within the class that most of their
+    Whole groups are moved, chosen at random, always alike, within the class that most of their
     images have. Validation is cut from training, never from test; where there is no test split
     either, that is cut from training first.
     """
@@ -357,7 +337,7 @@ def assign_splits(
     if given <= {"test"}:
         raise UserError("The set has a test split but no images to train on.")
     result = [replace(r, split="train") if r.split is None else r for r in records]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     if "test" not in given:
         result = _move(result, "test", TEST_SHARE, n_classes, rng)
         notes.append(_cut(result, "test", len(records)))

@@ -53,7 +53,6 @@ def partition(
     units_per_client: int | None = None,
     keep_groups: bool = True,
     unit: Unit = "record",
-    brightness: tuple[float, float] = DARKEST_TO_BRIGHTEST,
 ) -> Partition:
     """Lay `images` out over `clients`; the same arguments give the same partition.
 
@@ -73,7 +72,7 @@ def partition(
 
     A group of several classes counts as the class most of its images have.
     """
-    _check(images, clients, kind, concentration, units_per_client, keep_groups, unit, brightness)
+    _check(images, clients, kind, concentration, units_per_client, keep_groups, unit)
     rng = np.random.default_rng(seed)
     table = UnitTable.of("group" if keep_groups else "record", images.groups)
     # Below, an item is what is handed out whole: a group, or an image where groups may be torn.
@@ -103,9 +102,8 @@ def partition(
         if _falls_short(parts, weights, units_per_client):
             parts = _deal(rng, classes, weights, wishes, units_per_client, shared=True)
 
-    levels = np.ones(clients)
-    if kind == "covariate" and clients > 1:
-        levels = np.linspace(*brightness, clients)
+    shifted = kind == "covariate" and clients > 1
+    levels = np.linspace(*DARKEST_TO_BRIGHTEST, clients) if shifted else np.ones(clients)
     shards = []
     for part, level in zip(parts, levels, strict=True):
         items = part if units_per_client is None else _enough(part, weights, units_per_client)
@@ -131,7 +129,6 @@ def _check(
     units_per_client: int | None,
     keep_groups: bool,
     unit: Unit,
-    brightness: tuple[float, float],
 ) -> None:
     if kind not in get_args(Kind):
         raise UserError(f"partition: kind is {kind!r}, but must be {', '.join(get_args(Kind))}.")
@@ -144,8 +141,6 @@ def _check(
         raise UserError(f"partition: clients is {clients}, but must be at least 1.")
     if kind == "label" and not (concentration > 0 and np.isfinite(concentration)):
         raise UserError(f"partition: concentration is {concentration}, but must be positive.")
-    if not (0 < brightness[0] < np.inf and 0 < brightness[1] < np.inf):
-        raise UserError(f"partition: brightness is {brightness}, but must be positive.")
     if unit == "group" and not keep_groups:
         raise UserError(
             "partition: the unit of privacy is the group, so groups cannot be split over clients; "

@@ -18,12 +18,12 @@ _GAP = 4
 _LONGEST = 28  # letters of a class's name
 
 
-def contact_sheet(data: ImageData, path: str | Path, per_class: int = 12, seed: int = 0) -> None:
-    """Write a PNG with a row of training images per class, drawn at random from `seed`.
+def contact_sheet(data: ImageData, path: str | Path, per_class: int = 12) -> None:
+    """Write a PNG with a row of training images per class, drawn at random, always the same.
 
     Images of different groups are preferred, so that the row shows people rather than copies.
     """
-    shown = mosaic(data, per_class, seed)
+    shown = mosaic(data, per_class, seed=0)
     height, width = shown.shape[:2]
     heading = f"{data.name}: {len(data.train):,} training images"
     if data.group_name != "record":

@@ -12,9 +12,10 @@ import re
 import stat
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from xcal.errors import UserError
 
@@ -22,34 +23,67 @@ LARGEST_FILE = 512 * 2**20
 """Bytes a single file may have, unpacked."""
 
 
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
+
+
 class BadFile(Exception):
     """One file cannot be used; the text says why, and its name is with whoever catches it."""
 
 
-class Files(Protocol):
+class Files(ABC):
     """Named files that can be read, from several threads at once."""
 
     sizes: Mapping[str, int]
     """Bytes of every file by its name: relative, with forward slashes, in sorted order."""
+    trouble = "cannot be read"
+
+    @abstractmethod
+    def open(self, name: str) -> IO[bytes]:
+        """One file, to be read from its beginning."""
+
+    @abstractmethod
+    def checksum(self, name: str) -> int:
+        """CRC-32 of one file; 0 where it cannot be read, as reading its image will say."""
 
     def read(self, name: str) -> bytes:
         """All bytes of one file; `BadFile` where it is empty, too large or damaged."""
+        size = self.sizes[name]
+        if size == 0:
+            raise BadFile("is empty (0 bytes)")
+        if size > LARGEST_FILE:
+            raise BadFile(f"is too large ({size:,} bytes)")
+        try:
+            with self.open(name) as file:
+                # zipfile never gives more than the declared size; damage fails its checksum.
+                return file.read()
+        except _DAMAGED as error:
+            raise BadFile(
+                f"{self.trouble} ({getattr(error, 'strerror', None) or error})"
+            ) from error
 
     def head(self, name: str, count: int) -> bytes:
         """The first bytes of one file, as many as there are; none where it cannot be read."""
+        try:
+            with self.open(name) as file:
+                return file.read(count)
+        except _DAMAGED:
+            return b""
 
     def fingerprint(self) -> str:
         """A hash of all names and contents; a zip and its unpacked folder have the same one."""
+        digest = hashlib.sha256()
+        for name, size in self.sizes.items():
+            digest.update(f"{name}\0{size}\0{self.checksum(name):08x}\n".encode())
+        return digest.hexdigest()
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  (a folder holds nothing open)
+        """Let go of what is open."""
 
 
 def open_files(path: Path) -> Files:
     """The files under `path`, a folder or a zip."""
     if path.is_dir():
         return FolderFiles(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a folder, a zip, a CSV or an .npz file.")
     if zipfile.is_zipfile(path):
         return ZipFiles(path)
     raise UserError(f"{path} is neither a folder nor a zip that can be read.")
@@ -64,14 +98,7 @@ def _is_clutter(name: str) -> bool:
     )
 
 
-def _fingerprint(checksums: list[tuple[str, int, int]]) -> str:
-    digest = hashlib.sha256()
-    for name, size, crc in checksums:
-        digest.update(f"{name}\0{size}\0{crc:08x}\n".encode())
-    return digest.hexdigest()
-
-
-class FolderFiles:
+class FolderFiles(Files):
     """The files of a folder and its subfolders; links to folders are not followed."""
 
     def __init__(self, root: Path) -> None:
@@ -85,46 +112,24 @@ class FolderFiles:
                     found[relative] = path.stat().st_size
         self.sizes: Mapping[str, int] = dict(sorted(found.items()))
 
-    def read(self, name: str) -> bytes:
-        size = self.sizes[name]
-        if size == 0:
-            raise BadFile("is empty (0 bytes)")
-        if size > LARGEST_FILE:
-            raise BadFile(f"is too large ({size:,} bytes)")
-        try:
-            return (self._root / name).read_bytes()
-        except OSError as error:
-            raise BadFile(f"cannot be read ({error.strerror})") from error
+    def open(self, name: str) -> IO[bytes]:
+        return (self._root / name).open("rb")
 
-    def head(self, name: str, count: int) -> bytes:
+    def checksum(self, name: str) -> int:
+        crc = 0
         try:
-            with (self._root / name).open("rb") as file:
-                return file.read(count)
+            with self.open(name) as file:
+                while block := file.read(2**20):
+                    crc = zlib.crc32(block, crc)
         except OSError:
-            return b""
-
-    def fingerprint(self) -> str:
-        checksums = []
-        for name, size in self.sizes.items():
-            crc = 0
-            try:
-                with (self._root / name).open("rb") as file:
-                    while block := file.read(2**20):
-                        crc = zlib.crc32(block, crc)
-            except OSError:
-                crc = 0  # reading it for its image will say what is wrong
-            checksums.append((name, size, crc))
-        return _fingerprint(checksums)
-
-    def close(self) -> None:
-        pass
+            return 0
+        return crc
 
 
-_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError)
-
-
-class ZipFiles:
+class ZipFiles(Files):
     """The files of a zip, after a look at every entry's name and kind."""
+
+    trouble = "is damaged inside the zip"
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -161,28 +166,11 @@ class ZipFiles:
             raise UserError(f"{self._path} holds {shown!r} twice; it is refused.")
         self._entries[name] = entry
 
-    def read(self, name: str) -> bytes:
-        entry = self._entries[name]
-        if entry.file_size == 0:
-            raise BadFile("is empty (0 bytes)")
-        if entry.file_size > LARGEST_FILE:
-            raise BadFile(f"is too large ({entry.file_size:,} bytes unpacked)")
-        try:
-            with self._zip.open(entry) as file:
-                # zipfile never gives more than the declared size; damage fails its checksum.
-                return file.read()
-        except _DAMAGED as error:
-            raise BadFile(f"is damaged inside the zip ({error})") from error
+    def open(self, name: str) -> IO[bytes]:
+        return self._zip.open(self._entries[name])
 
-    def head(self, name: str, count: int) -> bytes:
-        try:
-            with self._zip.open(self._entries[name]) as file:
-                return file.read(count)
-        except _DAMAGED:
-            return b""
-
-    def fingerprint(self) -> str:
-        return _fingerprint([(n, e.file_size, e.CRC) for n, e in self._entries.items()])
+    def checksum(self, name: str) -> int:
+        return self._entries[name].CRC
 
     def close(self) -> None:
         self._zip.close()

@@ -12,16 +12,16 @@ machine rounds alike: a seed gives the same images everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xcal.data.images import ImageData, Images
-from xcal.data.watch import tell
 from xcal.errors import UserError
 
 CLASSES = ("eosinophil", "lymphocyte", "monocyte", "neutrophil")
@@ -43,6 +43,19 @@ _PLATELET = (0.62, 0.48, 0.72)
 
 # float32 throughout; numpy's stubs lose the width in mixed arithmetic.
 Array = NDArray[np.floating[Any]]
+
+Watcher = Callable[[int, int], None]  # images drawn, of so many
+_watcher: ContextVar[Watcher] = ContextVar("watcher", default=lambda *_: None)
+
+
+@contextmanager
+def watched(by: Watcher) -> Iterator[None]:
+    """Within: images that are drawn are told of, since that takes some seconds."""
+    token = _watcher.set(by)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def smear(
@@ -71,13 +84,14 @@ def smear(
         raise UserError(f"smear: seed is {seed}, but must not be negative.")
     splits: list[Images] = []
     first_patient = 0
+    total = train + validation + test
     for number, (split, size) in enumerate(
         (("train", train), ("validation", validation), ("test", test))
     ):
         # Keyed by the split's number, not spawned in turn: sizes of other splits change nothing.
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(number,)))
-        told = partial(_tell, sum(map(len, splits)), train + validation + test)
-        splits.append(_split(rng, split, size, pixels, images_per_patient, first_patient, told))
+        done = (sum(map(len, splits)), total)
+        splits.append(_split(rng, split, size, pixels, images_per_patient, first_patient, done))
         first_patient += -(-size // images_per_patient)
     return ImageData(
         name="smear",
@@ -88,10 +102,6 @@ def smear(
         validation=splits[1],
         test=splits[2],
     )
-
-
-def _tell(before: int, total: int, drawn: int) -> None:
-    tell(before + drawn, total)
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def _split(
     pixels: int,
     images_per_patient: int,
     first_patient: int,
-    on_drawn: Callable[[int], None],
+    done: tuple[int, int],
 ) -> Images:
     patient_of = np.arange(size) // images_per_patient
     patients = int(patient_of[-1]) + 1 if size else 0
@@ -129,7 +139,7 @@ def _split(
     for start in range(0, size, _CHUNK):
         chunk = slice(start, min(start + _CHUNK, size))
         picture[chunk], masks[chunk] = _draw(rng, labels[chunk], shared.at(chunk), pixels)
-        on_drawn(chunk.stop)
+        _watcher.get()(done[0] + chunk.stop, done[1])
     return Images(
         pixels=picture,
         labels=labels,
@@ -208,25 +218,20 @@ def _nucleus(rng: np.random.Generator, labels: NDArray[np.int64], u: Array, v: A
     eosinophil's, three to five a neutrophil's. Radii are such that the classes cover like areas.
     """
     n = len(labels)
-    count = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [2, 1, 5],
-        default=rng.integers(3, 6, n),
-    )
+
+    def by_kind(*values: Any) -> NDArray[Any]:
+        """A value for each image, of those for the four kinds in the order of `CLASSES`."""
+        return np.select([labels == kind for kind in range(3)], values[:3], default=values[3])
+
+    count = by_kind(2, 1, 5, rng.integers(3, 6, n))
     by_class = np.array([0.390, 0.560, 0.300, 0.0], np.float32)[labels]
     by_lobes = np.array([0, 0, 0, 0.315, 0.275, 0.245], np.float32)[count]
     lobe = np.where(labels == _NEUTROPHIL, by_lobes, by_class) * _uniform(rng, n, 0.92, 1.08)
     # Half the angle that the arc spans, and the arc's radius.
-    half_span = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [_uniform(rng, n, 1.15, 1.55), np.zeros(n), _uniform(rng, n, 1.25, 1.7)],
-        default=_uniform(rng, n, 1.5, 2.3),
-    )
-    arc = np.select(
-        [labels == _EOSINOPHIL, labels == _LYMPHOCYTE, labels == _MONOCYTE],
-        [_uniform(rng, n, 0.44, 0.52), _uniform(rng, n, 0.0, 0.2), _uniform(rng, n, 0.38, 0.46)],
-        default=_uniform(rng, n, 0.46, 0.54),
-    )
+    two, kidney, lobes = (_uniform(rng, n, *b) for b in ((1.15, 1.55), (1.25, 1.7), (1.5, 2.3)))
+    half_span = by_kind(two, np.zeros(n), kidney, lobes)
+    bounds = ((0.44, 0.52), (0.0, 0.2), (0.38, 0.46), (0.46, 0.54))
+    arc = by_kind(*(_uniform(rng, n, *between) for between in bounds))
     strand = _column(np.where(labels == _MONOCYTE, 0.2, 0.085).astype(np.float32))
     melt = _column(np.where(labels == _MONOCYTE, 0.15, 0.08).astype(np.float32))
     # The kidney's weight lies off the arc's center; lobes are centered as they are.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from xcal.data.dicom import decode_file, is_image, patient_of_file
+from xcal.data.decode import decode_file, is_image, patient_of_file
 from xcal.data.images import RECORD_GROUPS
 from xcal.data.listing import (
     SPLIT_NAMES,
@@ -115,36 +116,60 @@ def labeled_table(files: Files, table: str, name: str, choice: ColumnChoice) -> 
             seen.add(path)
             group = somebody(row.get(whose, "")) if whose else ""
             own = patient_of_file(files, path) if ask_files else None
-            if group and own is not None and own != group:
-                raise UserError(
-                    f"{table} and the header of {path} (PatientID) name different people: mend"
-                    " one of them, or say that the table is right with --group-column"
-                    f" {whose!r}."
-                )
+            check_one_person(table, f" {whose!r}", path, group, own)
             if own is not None and whose is None:
                 group_name = "patient"
             group = group or own or ""
             group = f"group {group}" if group else group_of_one(path)
             records.append(Record(path, label, group, split))
-    if not records:
-        raise UserError(f"None of the images that {table} names is there.")
-    used = (path_column, label_column, whose, split_column, *finding_columns)
-    unused = unused_identifiers(table, rows, used)
-    notes = unused.notes
-    if isinstance(records[0].label, tuple):
-        notes += (SEVERAL.format(count=len(classes)),)
-    return Listing(
+    several = any(isinstance(record.label, tuple) for record in records)
+    return listed_in(
+        files,
+        table,
+        rows,
+        (path_column, label_column, whose, split_column, *finding_columns),
+        records,
+        [SEVERAL.format(count=len(classes))] if several else [],
         kind="csv",
         default_name=name,
         task=label_column,
         classes=classes,
         group_name=group_name,
         license="unknown",
+        missing=tuple(missing),
+    )
+
+
+def check_one_person(
+    table: str, column: str, path: str, person: str | None, own: str | None
+) -> None:
+    """Refuse an image whose header names another patient than the table does."""
+    if person and own is not None and own != person:
+        raise UserError(
+            f"{table} and the header of {path} (PatientID) name different people: mend one of them,"
+            f" or say that the table is right with --group-column{column}."
+        )
+
+
+def listed_in(
+    files: Files,
+    table: str,
+    rows: Sequence[Mapping[str, str]],
+    used: Iterable[str | None],
+    records: Sequence[Record],
+    notes: Sequence[str],
+    **about: Any,
+) -> Listing:
+    """The listing of images that a table names, which tells of columns that were not `used`."""
+    if not records:
+        raise UserError(f"None of the images that {table} names is there.")
+    unused, repeating = unused_identifiers(table, rows, used)
+    return Listing(
         records=tuple(records),
         decode=lambda record, pixels: decode_file(files, record.id, pixels),
-        missing=tuple(missing),
-        notes=notes,
-        repeating=unused.repeating,
+        notes=(*unused, *notes),
+        repeating=repeating,
+        **about,
     )
 
 
@@ -263,9 +288,9 @@ def people_beside(files: Files, images: Sequence[str], choice: ColumnChoice) -> 
                     raise UserError(
                         f"{table} names another {names[-1]} of {named} than a line before: mend it."
                     )
-        unused = unused_identifiers(table, rows, (path_column, path_column and whose))
-        notes += unused.notes
-        repeating += unused.repeating
+        unused, twice = unused_identifiers(table, rows, (path_column, path_column and whose))
+        notes += unused
+        repeating += twice
     if choice.group is not None and not names:
         raise UserError(
             f"No CSV beside the images has a column {choice.group!r} and one that names image"

@@ -164,3 +164,20 @@ def check_compares(logits: Tensor) -> None:
             "The network gives one logit, and confidences are compared between classes: give it"
             " two, as torch.cat([-z, z], 1) makes of one."
         )
+
+
+class OneFinding(AnyNetwork):
+    """A network of several findings, with two answers (N, 2): that one is absent, that it is there.
+
+    Their softmax is the finding's own probability, and a map of the second is a map of the finding.
+    """
+
+    def __init__(self, network: nn.Module, finding: int) -> None:
+        # No `head_layer`: it is not one linear layer any more, and maps are made of gradients.
+        layer, reshape = (getattr(network, name, None) for name in ("cam_layer", "cam_reshape"))
+        super().__init__(network, layer, reshape)
+        self.finding = finding
+
+    def forward(self, images: Tensor) -> Tensor:
+        there = super().forward(images)[:, self.finding]
+        return torch.stack([torch.zeros_like(there), there], dim=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -25,12 +26,11 @@ from xcal.explain.occlusion import (
     NO_CELLS,
     cell_maps,
     gradient_input_maps,
-    map_grid,
     occlusion_maps,
     random_maps,
     rise_maps,
 )
-from xcal.explain.road import RoadSettings, road
+from xcal.explain.road import road
 
 AUTO = "auto"
 DEFAULT = "gradcam"
@@ -63,6 +63,14 @@ CHOSEN_ON = 48
 FEWEST, FINALISTS = 12, 2
 """Images at least that every kind is tried on, and how many kinds are tried on all."""
 
+_MAKERS: Mapping[str, Callable[..., Tensor]] = {
+    **{name: partial(gradcam_maps, method=name) for name in get_args(MapMethod)},
+    "occlusion": occlusion_maps,
+    "cell-occlusion": cell_maps,
+    "rise": rise_maps,
+    "gradient-input": gradient_input_maps,
+    "random": random_maps,
+}
 _NAME = "|".join(re.escape(name) for name in sorted(MAPS, key=len, reverse=True))
 
 
@@ -99,29 +107,13 @@ def make_maps(
     kinds = parts_of(method)
     if classes is None and len(images):
         classes = predict_logits(model, images, batch_size=batch_size).argmax(dim=1)
-    made = [_kind(model, images, classes, kind, batch_size) for kind in kinds]
+    made = [_MAKERS[kind](model, images, classes, batch_size=batch_size) for kind in kinds]
     return made[0] if len(made) == 1 else added(made)
 
 
 def added(kinds: Sequence[Tensor]) -> Tensor:
     """Maps (N, h, w) of several kinds, each divided by its root mean square, image by image."""
     return torch.stack([_scaled(maps.double()) for maps in kinds]).sum(dim=0).to(kinds[0].dtype)
-
-
-def _kind(
-    model: nn.Module, images: Tensor, classes: Tensor | None, kind: str, batch_size: int
-) -> Tensor:
-    if kind in get_args(MapMethod):
-        return gradcam_maps(model, images, classes, method=kind, batch_size=batch_size)  # type: ignore[arg-type]
-    if kind == "random":
-        return random_maps(images, map_grid(model, images))
-    make: dict[str, Callable[..., Tensor]] = {
-        "occlusion": occlusion_maps,
-        "cell-occlusion": cell_maps,
-        "rise": rise_maps,
-        "gradient-input": gradient_input_maps,
-    }
-    return make[kind](model, images, classes, batch_size=batch_size)
 
 
 def _scaled(maps: Tensor) -> Tensor:
@@ -189,7 +181,6 @@ def choose_map(
     groups: ArrayLike | None = None,
     *,
     candidates: Sequence[str] = CANDIDATES,
-    settings: RoadSettings | None = None,
     on_images: Callable[[int, int], None] = lambda *_: None,
 ) -> MapChoice:
     """The kind of the highest ROAD on these images, which must be public.
@@ -216,7 +207,6 @@ def choose_map(
             model,
             shown,
             maps,
-            settings,
             classes=classes[part],
             on_images=lambda n, before=done: on_images(before + n, total),  # type: ignore[misc]
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from xcal.dp.clipping.precision import double
@@ -17,7 +18,6 @@ from xcal.errors import UserError
 from xcal.explain.choosing import DEFAULT, make_maps
 from xcal.explain.inference import predict_logits
 from xcal.explain.occlusion import blurred
-from xcal.explain.ranks import rank_correlation
 from xcal.explain.road import removal_order, saliency_for_ranking
 from xcal.explain.signal import Fill, fill_values, top_cells
 
@@ -51,8 +51,6 @@ def insertion_deletion(
     steps: int = 20,
     fill: Fill = "imagenet",
     base: Fill | None = None,
-    seed: int = 0,
-    batch_size: int = 32,
     on_images: Callable[[int], None] = lambda *_: None,
 ) -> InsertionDeletion:
     """Insertion and deletion for the class predicted on the intact image; model left untouched.
@@ -65,12 +63,10 @@ def insertion_deletion(
     n, _, height, width = images.shape
     deletion, insertion = np.zeros((2, n, steps + 1))
     saliency, constant, broken = saliency_for_ranking(maps, (height, width))
-    predicted = (
-        predict_logits(model, images, batch_size=batch_size).argmax(dim=1) if n else torch.zeros(0)
-    )
+    predicted = predict_logits(model, images, batch_size=32).argmax(dim=1) if n else torch.zeros(0)
     for index in range(n):
         image = images[index : index + 1]
-        generator = np.random.default_rng([seed, index])
+        generator = np.random.default_rng([0, index])
         place = np.empty(height * width, dtype=np.int64)
         place[removal_order(saliency[index], generator)] = np.arange(height * width)
         ranks = torch.from_numpy(place.reshape(height, width)).to(images.device)
@@ -84,7 +80,7 @@ def insertion_deletion(
                 ),
             ]
         )
-        logits = double(predict_logits(model, stages, batch_size=batch_size))
+        logits = double(predict_logits(model, stages, batch_size=32))
         confidence = logits.softmax(dim=1)[:, predicted[index]].cpu().numpy()
         deletion[index], insertion[index] = np.split(confidence, 2)
         on_images(index + 1)
@@ -116,8 +112,8 @@ class Agreement:
     degenerate: int
 
 
-def agreement(first: Tensor, second: Tensor, *, q: float = 0.2) -> Agreement:
-    """Agreement of maps (N, H, W), image by image; `q` is the share of top cells compared."""
+def agreement(first: Tensor, second: Tensor) -> Agreement:
+    """Agreement of maps (N, H, W), image by image; compared are the top fifth of the cells."""
     if first.shape != second.shape:
         raise UserError(
             f"The maps to compare have the shapes {tuple(first.shape)} and "
@@ -127,7 +123,7 @@ def agreement(first: Tensor, second: Tensor, *, q: float = 0.2) -> Agreement:
     usable = _orders_something(first) & _orders_something(second)
     first, second = (torch.where(usable[:, None, None], maps, 0) for maps in (first, second))
     correlation = rank_correlation(first.flatten(1).numpy(), second.flatten(1).numpy())
-    chosen = [top_cells(maps, q, positive_only=True).flatten(1) for maps in (first, second)]
+    chosen = [top_cells(maps, 0.2, positive_only=True).flatten(1) for maps in (first, second)]
     common = (chosen[0] & chosen[1]).sum(dim=1).double()
     union = (chosen[0] | chosen[1]).sum(dim=1)
     overlap = common / union.clamp(min=1)
@@ -197,3 +193,23 @@ def _orders_something(maps: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.bool)
     rows = maps.flatten(1)
     return torch.isfinite(rows).all(dim=1) & (rows.amax(dim=1) > rows.amin(dim=1))
+
+
+def rank_correlation(first: FloatArray, second: FloatArray) -> FloatArray:
+    """Spearman's correlation (N,) of the rows of two (N, M) arrays, in [-1, 1].
+
+    A row that is constant, in either array, orders nothing and gets 0.
+    """
+    a, b = (_centered_ranks(rows) for rows in (first, second))
+    scale = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+    products = (a * b).sum(axis=1)
+    correlation: FloatArray = np.divide(products, scale, out=np.zeros_like(scale), where=scale > 0)
+    return np.clip(correlation, -1, 1)
+
+
+def _centered_ranks(rows: FloatArray) -> FloatArray:
+    if rows.size == 0:
+        return np.zeros(rows.shape)
+    # Mid-ranks sum to the same in every row, so that their mean is exact.
+    ranks: FloatArray = rankdata(rows, axis=1) - (rows.shape[1] + 1) / 2
+    return ranks

@@ -78,13 +78,14 @@ def gradcam_maps(
     with undisturbed(model), torch.inference_mode(False):
         for part, chosen in batches(images, classes, batch_size):
             if head_weight is None:
-                maps.append(_maps_by_autograd(model, part, chosen, method))
+                features, gradients = _features_and_gradients(model, part, chosen)
+                maps.append(_maps_from_gradients(features, gradients, method))
             else:
                 maps.append(_maps_in_closed_form(model, part, chosen, method, head_weight))
     return torch.cat(maps)
 
 
-def channel_weights(model: nn.Module, images: Tensor, *, batch_size: int = 64) -> Tensor:
+def channel_weights(model: nn.Module, images: Tensor) -> Tensor:
     """Grad-CAM's weights (N, C) of the feature map's channels, for each image's predicted class.
 
     The mean over the map's cells of the logit's gradient. Leaves the model as `gradcam_maps` does.
@@ -92,7 +93,7 @@ def channel_weights(model: nn.Module, images: Tensor, *, batch_size: int = 64) -
     head_weight = head_weight_of(model)
     found = []
     with undisturbed(model), torch.inference_mode(False):
-        for part, _ in batches(images, None, batch_size):
+        for part, _ in batches(images, None, 64):
             if head_weight is None:
                 _, gradients = _features_and_gradients(model, part, None)
                 found.append(gradients.mean(dim=(2, 3)))
@@ -113,6 +114,15 @@ def enlarge_maps(maps: Tensor, size: tuple[int, int]) -> Tensor:
         double(maps).unsqueeze(1), size=size, mode="bilinear", align_corners=False
     )
     return enlarged.squeeze(1)
+
+
+def in_pixels(cells: Tensor, images: Tensor) -> Tensor:
+    """What cells (N, h, w) hold, for the pixels of images (…, H, W): each belongs to one cell."""
+    height, width = images.shape[-2:]
+    # In whole numbers, so that no size of image puts a pixel on the wrong side of a border.
+    rows = torch.arange(height, device=images.device) * cells.shape[1] // height
+    columns = torch.arange(width, device=images.device) * cells.shape[2] // width
+    return cells[:, rows[:, None], columns].unsqueeze(1)
 
 
 def head_weight_of(model: nn.Module) -> Tensor | None:
@@ -146,13 +156,6 @@ def _maps_in_closed_form(
         cells = features.shape[2] * features.shape[3]
         gradients = (head_weight[classes] / cells)[:, :, None, None].expand_as(features)
         return _maps_from_gradients(features, gradients, method)
-
-
-def _maps_by_autograd(
-    model: nn.Module, images: Tensor, classes: Tensor | None, method: MapMethod
-) -> Tensor:
-    features, gradients = _features_and_gradients(model, images, classes)
-    return _maps_from_gradients(features, gradients, method)
 
 
 def _features_and_gradients(

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.explain.gradcam import batches, forward_with_features, head_weight_of
+from xcal.explain.gradcam import batches, forward_with_features, head_weight_of, in_pixels
 from xcal.explain.inference import passes, predict_logits, undisturbed
 
 Grid = tuple[int, int]
@@ -63,7 +63,7 @@ def occlusion_maps(
     """
     h, w = grid or map_grid(model, images)
     windows = _windows(h, w, window).to(images.device)
-    keep = 1 - _enlarged(windows, images)
+    keep = 1 - in_pixels(windows, images).to(images)
     across = w - min(window, w) + 1
     numbers = torch.arange(len(windows))
     turns = numbers // across % 2 * 2 + numbers % across % 2
@@ -91,7 +91,7 @@ def rise_maps(
         raise UserError(f"There are to be {masks} random masks: choose 2 or more.")
     h, w = grid or map_grid(model, images)
     drawn = _random_halves(h, w, masks, seed)
-    keep = _enlarged(drawn.to(images.device), images)
+    keep = in_pixels(drawn.to(images.device), images).to(images)
     # Complements in one view: what a cell is worth is told within it.
     turns = torch.arange(len(drawn)) // 2
     after = -_drops(model, images, keep, classes, batch_size, turns)
@@ -106,7 +106,6 @@ def cell_maps(
     images: Tensor,
     classes: Tensor | None = None,
     *,
-    window: int = WINDOW,
     batch_size: int = 64,
 ) -> Tensor:
     """Occlusion of the feature map's own cells, (N, h, w), without a pass for each window.
@@ -126,7 +125,7 @@ def cell_maps(
         h, w = features.shape[2:]
         parts = torch.einsum("kc,nchw->nkhw", head_weight.double(), features.double()) / (h * w)
         parts = parts - parts.mean(dim=(2, 3), keepdim=True)
-        windows = _windows(h, w, window).to(parts)
+        windows = _windows(h, w, WINDOW).to(parts)
         lost = torch.einsum("nkhw,mhw->nmk", parts, windows)
         before = _of_class(logits, chosen)
         after = _of_class(logits.double()[:, None] - lost, chosen[:, None].expand(-1, len(windows)))
@@ -139,11 +138,10 @@ def gradient_input_maps(
     images: Tensor,
     classes: Tensor | None = None,
     *,
-    grid: Grid | None = None,
     batch_size: int = 64,
 ) -> Tensor:
     """Gradient × input, summed over channels and averaged over each cell, (N, h, w): a control."""
-    size = grid or map_grid(model, images)
+    size = map_grid(model, images)
     found = []
     with undisturbed(model), torch.inference_mode(False), torch.enable_grad():
         for given, named in batches(images, classes, batch_size):
@@ -156,22 +154,18 @@ def gradient_input_maps(
     return torch.cat(found)
 
 
-def random_maps(images: Tensor, grid: Grid, seed: int = 0) -> Tensor:
+def random_maps(model: nn.Module, images: Tensor, *_: object, **__: object) -> Tensor:
     """Maps (N, h, w) that know nothing, a control: each follows from its image's bytes alone."""
-    pixels = images.detach().cpu().numpy()
-    drawn = [
-        np.random.default_rng([seed, zlib.crc32(np.ascontiguousarray(image).tobytes())]).random(
-            grid
-        )
-        for image in pixels
-    ]
+    grid = map_grid(model, images)
+    sums = [zlib.crc32(np.ascontiguousarray(i).tobytes()) for i in images.detach().cpu().numpy()]
+    drawn = [np.random.default_rng([0, one]).random(grid) for one in sums]
     return torch.from_numpy(np.array(drawn).reshape(-1, *grid)).to(images)
 
 
-def blurred(images: Tensor, *, share: float = 0.1) -> Tensor:
-    """Gaussian blur whose standard deviation is `share` of the image's shorter side."""
+def blurred(images: Tensor) -> Tensor:
+    """Gaussian blur whose standard deviation is a tenth of the image's shorter side."""
     channels, height, width = images.shape[1:]
-    deviation = max(share * min(height, width), 0.5)
+    deviation = max(0.1 * min(height, width), 0.5)
     # Three deviations hold nearly all of the bell; reflection needs the radius inside the image.
     radius = min(math.ceil(3 * deviation), height - 1, width - 1)
     offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
@@ -204,14 +198,6 @@ def _random_halves(h: int, w: int, count: int, seed: int) -> Tensor:
         fine = coarse.repeat(2, axis=0).repeat(2, axis=1)[down : down + h, right : right + w]
         found += [fine, ~fine]
     return torch.from_numpy(np.array(found[:count], dtype=np.float32))
-
-
-def _enlarged(masks: Tensor, images: Tensor) -> Tensor:
-    """Masks (M, h, w) for the pixels, (M, 1, H, W): each pixel belongs to one cell."""
-    height, width = images.shape[2:]
-    rows = torch.arange(height, device=images.device) * masks.shape[1] // height
-    columns = torch.arange(width, device=images.device) * masks.shape[2] // width
-    return masks[:, rows[:, None], columns].unsqueeze(1).to(images)
 
 
 def _drops(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from xcal.errors import UserError
@@ -68,8 +68,12 @@ def picture(image: Tensor, *, side: int | None = None) -> Image.Image:
 
     Enlarged without smoothing, so that small images keep their pixels.
     """
-    pixels = _to_pixels(image)
-    return _resized(Image.fromarray(pixels), side, Image.Resampling.NEAREST)
+    drawn = Image.fromarray(_to_pixels(image))
+    if side is None:
+        return drawn
+    # Smaller than the original, leaving pixels out would show patterns that are not there.
+    how = Image.Resampling.LANCZOS if side < max(drawn.size) else Image.Resampling.NEAREST
+    return ImageOps.contain(drawn, (side, side), how)
 
 
 def overlay(
@@ -120,12 +124,3 @@ def _to_pixels(image: Tensor) -> NDArray[np.uint8]:
         )
     values = image.detach().cpu().double().nan_to_num(0).clamp(0, 1)
     return (values.expand(3, -1, -1).permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-
-
-def _resized(drawn: Image.Image, side: int | None, how: Image.Resampling) -> Image.Image:
-    if side is None:
-        return drawn
-    factor = side / max(drawn.size)
-    size = (max(1, round(drawn.width * factor)), max(1, round(drawn.height * factor)))
-    # Smaller than the original, leaving pixels out would show patterns that are not there.
-    return drawn.resize(size, Image.Resampling.LANCZOS if factor < 1 else how)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xcal.dp.clipping.precision import double
 from xcal.dp.sampling import filled_up
 from xcal.errors import UserError
-from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of
+from xcal.explain.gradcam import closed_form_maps, gradcam_maps, head_weight_of, in_pixels
 from xcal.explain.inference import undisturbed
 
 # Maps are compared on a grid of this many steps up to their maximum, so that rounding (another
@@ -76,8 +76,7 @@ class SignalSettings:
             )
 
 
-@dataclass(frozen=True)
-class Components:
+class Components(NamedTuple):
     """The three parts of the score, each (N,) in float64; NaN in all three marks an image with
     any number that is not finite."""
 
@@ -87,17 +86,13 @@ class Components:
 
     def only(self, rows: Tensor | slice) -> Components:
         """Those of some images."""
-        return Components(self.logit_drop[rows], self.margin[rows], self.concentration[rows])
+        return Components(*(values[rows] for values in self))
 
     @staticmethod
     def joined(parts: Sequence[Components], device: torch.device) -> Components:
         """One after the other; of no images where there are no parts."""
-        nothing = double(torch.zeros(0, device=device))
-        return Components(
-            torch.cat([nothing, *(part.logit_drop for part in parts)]),
-            torch.cat([nothing, *(part.margin for part in parts)]),
-            torch.cat([nothing, *(part.concentration for part in parts)]),
-        )
+        nothing = Components(*[double(torch.zeros(0, device=device))] * 3)
+        return Components(*(torch.cat(values) for values in zip(nothing, *parts, strict=True)))
 
 
 def top_cells(maps: Tensor, q: float, *, positive_only: bool) -> Tensor:
@@ -126,12 +121,7 @@ def mask_images(images: Tensor, cells: Tensor, fill: Fill) -> Tensor:
 
     Each pixel belongs to the cell that nearest-neighbor enlargement gives it.
     """
-    height, width = images.shape[2:]
-    # In whole numbers, so that no size of image puts a pixel on the wrong side of a border.
-    rows = torch.arange(height, device=images.device) * cells.shape[1] // height
-    columns = torch.arange(width, device=images.device) * cells.shape[2] // width
-    covered = cells[:, rows[:, None], columns].unsqueeze(1)
-    return torch.where(covered, fill_values(images, fill), images)
+    return torch.where(in_pixels(cells, images), fill_values(images, fill), images)
 
 
 def components(logits: Tensor, maps: Tensor, cells: Tensor, masked_logits: Tensor) -> Components:
@@ -168,7 +158,10 @@ def scores(parts: Components, alpha: float, beta: float, gamma: float) -> Tensor
     Always in [0, 1]. Exactly 0 for an image with a non-finite number and for an all-zero map,
     also where gamma is 0.
     """
-    return _score(parts.logit_drop, parts.margin, parts.concentration, alpha, beta, gamma)
+    value = (alpha * parts.logit_drop + beta * parts.margin) * parts.concentration**gamma
+    # 0^0 is 1, but where nothing was covered there is nothing to score.
+    usable = torch.isfinite(value) & torch.isfinite(parts.concentration) & (parts.concentration > 0)
+    return torch.where(usable, value, 0).clamp(0, 1)
 
 
 def batch_score(parts: Components, alpha: float, beta: float, gamma: float) -> float:
@@ -177,12 +170,12 @@ def batch_score(parts: Components, alpha: float, beta: float, gamma: float) -> f
     The divisor is the number of images drawn. A non-finite image adds 0 to each mean; an empty
     batch scores 0. Whatever one image holds, the clip bounds its effect by 1.
     """
-    stacked = torch.stack([parts.logit_drop, parts.margin, parts.concentration])
+    stacked = torch.stack([*parts])
     if stacked.shape[1] == 0:
         return 0.0
     usable = torch.isfinite(stacked).all(dim=0)
-    drop, margin, concentration = torch.where(usable, stacked, 0).mean(dim=1)
-    return float(_score(drop, margin, concentration, alpha, beta, gamma))
+    means = Components(*torch.where(usable, stacked, 0).mean(dim=1))
+    return float(scores(means, alpha, beta, gamma))
 
 
 # More at once is slower: layers of 256 images outgrow what an allocator reuses.
@@ -297,27 +290,6 @@ def judged(
                 ]
             )
         return components(logits, maps, cells, masked_logits)
-
-
-def image_scores(
-    model: nn.Module,
-    images: Tensor,
-    logits: Tensor,
-    features: Tensor,
-    settings: SignalSettings,
-) -> Tensor:
-    """The score (N,) of each image, in [0, 1] and float64; see `image_components` and `scores`."""
-    parts = image_components(model, images, logits, features, settings)
-    return scores(parts, settings.alpha, settings.beta, settings.gamma)
-
-
-def _score(
-    drop: Tensor, margin: Tensor, concentration: Tensor, alpha: float, beta: float, gamma: float
-) -> Tensor:
-    value = (alpha * drop + beta * margin) * concentration**gamma
-    # 0^0 is 1, but where nothing was covered there is nothing to score.
-    usable = torch.isfinite(value) & torch.isfinite(concentration) & (concentration > 0)
-    return torch.where(usable, value, 0).clamp(0, 1)
 
 
 def _all_finite(images: Tensor) -> Tensor:

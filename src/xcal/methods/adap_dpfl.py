@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from xcal.config import Experiment
+from xcal.config import Experiment, sent
 from xcal.dp.accounting import CostTable, step_cost
 from xcal.dp.calibration import Plan, plan_static
 from xcal.dp.clipping import Bound
 from xcal.dp.clipping.precision import double
 from xcal.dp.filter import BudgetExhausted, Filter
-from xcal.methods.base import LocalMethod, own_key, shape_of
+from xcal.methods.base import LocalMethod, shape_of
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import clipped_sum, gradient_release, release_gradient
 
@@ -32,13 +32,13 @@ REACH = 10.0  # the clipping norm stays within a factor of ten of the configured
 class AdapParameters(Experiment):
     """The keys of `adap-dpfl`."""
 
-    clip_factor: float = own_key(
+    clip_factor: float = sent(
         5.0,
         ge=0,
         allow_inf_nan=False,
         description="C over the norm of the gradients released last round; 0 keeps C",
     )
-    sigma_decay: float = own_key(
+    sigma_decay: float = sent(
         0.999,
         ge=1e-6,
         le=1,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from xcal.config import Experiment, Positive
+from xcal.config import Experiment, Positive, sent
 from xcal.dp.accounting import COUNT_SENSITIVITY
 from xcal.dp.calibration import Plan, plan_fixed
 from xcal.dp.clipping import Bound, ClippedSum
@@ -31,7 +31,6 @@ from xcal.methods.base import (
     QuantileParameters,
     SharedSum,
     gradient_sum,
-    own_key,
     plan_constant,
     shape_of,
 )
@@ -148,10 +147,10 @@ def quantile_step(
 class AdaptiveClipParameters(QuantileParameters):
     """The keys of `adaptive-clip`."""
 
-    level: Literal["record", "client"] = own_key(
+    level: Literal["record", "client"] = sent(
         "record", description="adaptive-clip: at the client, or on updates at the server"
     )
-    count_noise: Positive | None = own_key(
+    count_noise: Positive | None = sent(
         None, description="adaptive-clip: deviation σ_b of the count's noise, instead of κσ"
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xcal.config import Experiment
+from xcal.config import Experiment, sent
 from xcal.dp.calibration import Plan
 from xcal.dp.clipping import PLAIN, Bound, Geometry
 from xcal.dp.clipping.named import trainable
@@ -27,7 +27,6 @@ from xcal.methods.base import (
     SharedSum,
     SparedParameters,
     gradient_sum,
-    own_key,
     plan_constant,
     shape_of,
 )
@@ -129,7 +128,7 @@ def most_important(importance: Tensor, share: float) -> tuple[int, ...]:
 class ChannelParameters(SparedParameters):
     """The keys of a geometry that spares channels."""
 
-    protection: float = own_key(
+    protection: float = sent(
         2.0, ge=1, le=16, description="how many times less noise than the others the spared get"
     )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from xcal.config import Experiment, Positive, Share, Weight, key
+from xcal.config import Experiment, Positive, Share, Weight, sent
 from xcal.dp.calibration import Plan, PlanShape, plan_fixed, plan_static
 from xcal.dp.clipping import Bound
 from xcal.dp.clipping.named import trainable
@@ -25,10 +24,6 @@ MASKED_KEYS = frozenset({"trust", "honest", "noise_kind"})
 PRIVATE_KEYS = MASKED_KEYS | {"epsilon", "delta", "accountant", "max_grad_norm", "sites"}
 # Keys that every method uses.
 COMMON_KEYS = frozenset(Experiment.model_fields) - PRIVATE_KEYS
-
-
-own_key = partial(key, travels=True)
-"""A method's own key: clients take the same steps, so they are sent it."""
 
 
 @dataclass(frozen=True)
@@ -177,17 +172,17 @@ class ChecksNetwork(Protocol):
 class SignalParameters(Experiment):
     """The keys of the explanation signal, the paper's equation for one image's score."""
 
-    q: float = own_key(0.2, ge=1e-6, le=1, description="share of cells masked")
-    alpha: Weight = own_key(1.0, description="weight of the logit change")
-    beta: Weight = own_key(1.0, description="weight of the margin")
-    gamma: Weight = own_key(1.0, description="exponent of concentration")
-    fill: Literal["imagenet", "image-mean"] = own_key("imagenet", description="what masks cells")
-    cover: Literal["pixels", "cells"] = own_key(
+    q: float = sent(0.2, ge=1e-6, le=1, description="share of cells masked")
+    alpha: Weight = sent(1.0, description="weight of the logit change")
+    beta: Weight = sent(1.0, description="weight of the margin")
+    gamma: Weight = sent(1.0, description="exponent of concentration")
+    fill: Literal["imagenet", "image-mean"] = sent("imagenet", description="what masks cells")
+    cover: Literal["pixels", "cells"] = sent(
         "pixels",
         description="what is masked: pixels of the image, at a pass through the network, or cells"
         " of the map that a linear head reads, which is arithmetic",
     )
-    tau: float | None = own_key(
+    tau: float | None = sent(
         None, ge=1e-6, le=1, description="smoothing of the signal (xcal-paper 0.2, xcal 0.05)"
     )
 
@@ -198,14 +193,14 @@ SIGNAL_KEYS = frozenset(SignalParameters.model_fields) - frozenset(Experiment.mo
 class BandParameters(Experiment):
     """The paper's band of noise multipliers around the static one."""
 
-    rho: float = own_key(0.1, ge=0, lt=1, description="the signal's share of ε")
-    band: Share = own_key(0.2, description="half-width b of the band")
+    rho: float = sent(0.1, ge=0, lt=1, description="the signal's share of ε")
+    band: Share = sent(0.2, description="half-width b of the band")
 
 
 class SparedParameters(Experiment):
     """Channels of the CAM layer that get less noise than others, or none."""
 
-    protected: Share = own_key(
+    protected: Share = sent(
         0.2, description="share r of the CAM layer's channels, the most important, to be spared"
     )
 
@@ -213,13 +208,13 @@ class SparedParameters(Experiment):
 class QuantileParameters(Experiment):
     """A clipping norm that follows a quantile of the norms."""
 
-    quantile: float = own_key(
+    quantile: float = sent(
         0.5, gt=0, lt=1, description="share γ of the norms that the clipping norm should not cut"
     )
-    clip_rate: float = own_key(
+    clip_rate: float = sent(
         0.2, gt=0, le=2, description="how fast the clipping norm follows: C ← C·exp(−η(b̃ − γ))"
     )
-    kappa_b: Positive = own_key(5.0, description="price of the count: 1/(8κ²) more noise")
+    kappa_b: Positive = sent(5.0, description="price of the count: 1/(8κ²) more noise")
 
 
 def clips_units(method: Method) -> bool:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xcal.config import Experiment
-from xcal.methods.base import Method, own_key
+from xcal.config import Experiment, sent
+from xcal.methods.base import Method
 from xcal.methods.fl_dp import StaticNoise
 from xcal.methods.xcal_steered import Steered
 
@@ -21,7 +21,7 @@ from xcal.methods.xcal_steered import Steered
 class XcalParameters(Experiment):
     """The keys of `xcal`."""
 
-    steering: Literal["none", "signal"] = own_key(
+    steering: Literal["none", "signal"] = sent(
         "none",
         description="xcal: static noise, or moved in time by the signal, which is `xcal-steered`",
     )

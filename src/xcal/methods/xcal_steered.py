@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from xcal.config import Experiment, Positive, Whole
+from xcal.config import Experiment, Positive, Whole, sent
 from xcal.dp.accounting import SCORE_SENSITIVITY, CostTable, joint_factor, multiplier_table
 from xcal.dp.calibration import Plan, plan_xcal
 from xcal.dp.clipping import Bound, ClippedSum
@@ -22,7 +22,7 @@ from xcal.dp.ledger.rows import Release
 from xcal.explain.signal import SignalSettings, scores
 from xcal.methods.adaptive_clip import QuantileRule, count_release, quantile_rule, release_fraction
 from xcal.methods.agp_dp import ChannelParameters, ChannelRule, cam_layer_of, check_channels
-from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, own_key, shape_of
+from xcal.methods.base import LocalMethod, QuantileParameters, SignalParameters, shape_of
 from xcal.methods.client_data import Batch, mean_by_unit
 from xcal.methods.context import StepContext, StepRecord
 from xcal.methods.step_parts import (
@@ -39,30 +39,30 @@ TAU = 0.05
 class SteeredParameters(SignalParameters, ChannelParameters, QuantileParameters):
     """The keys of `xcal-steered`."""
 
-    w: float = own_key(0.5, ge=0, lt=1, description="how far the signal moves a share")
-    kappa: Positive = own_key(5.0, description="price of the signal: 1/(2κ²) more noise")
-    slow_tau: float = own_key(0.01, ge=1e-6, le=1, description="smoothing of s̄")
-    reference: Literal["running", "absolute"] = own_key(
+    w: float = sent(0.5, ge=0, lt=1, description="how far the signal moves a share")
+    kappa: Positive = sent(5.0, description="price of the signal: 1/(2κ²) more noise")
+    slow_tau: float = sent(0.01, ge=1e-6, le=1, description="smoothing of s̄")
+    reference: Literal["running", "absolute"] = sent(
         "running", description="what s is held against"
     )
-    contrast: Positive = own_key(0.1, description="smallest Δ, the scale of s − s̄")
-    shares: Literal["plan", "left"] = own_key(
+    contrast: Positive = sent(0.1, description="smallest Δ, the scale of s − s̄")
+    shares: Literal["plan", "left"] = sent(
         "plan",
         description="what a step takes its share of: the plan, with a floor for every later step,"
         " or what is left, as the first edition did",
     )
-    signal_every: Whole = own_key(4, description="a signal every k-th step")
-    signal_fraction: float = own_key(
+    signal_every: Whole = sent(4, description="a signal every k-th step")
+    signal_fraction: float = sent(
         1.0, ge=1e-6, le=1, description="share p of the drawn units that enter the signal"
     )
-    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = own_key(
+    signal_source: Literal["model", "constant", "noise", "decay", "rise"] = sent(
         "model", description="the model, or what replaces it at the same cost, to see what it does"
     )
-    geometry: Literal["none", "importance"] = own_key(
+    geometry: Literal["none", "importance"] = sent(
         "none",
         description="xcal-steered: noise alike everywhere, or less on the channels that matter",
     )
-    clipping: Literal["fixed", "quantile"] = own_key(
+    clipping: Literal["fixed", "quantile"] = sent(
         "fixed", description="xcal-steered: clip always to C, or follow a quantile of the norms"
     )
 

@@ -79,15 +79,19 @@ def auroc_per_class(labels: ArrayLike, probabilities: ArrayLike) -> FloatArray:
     `probabilities` is (N, classes) and finite.
     """
     scores, truth = _probabilities(labels, probabilities)
-    result = np.full(scores.shape[1], np.nan)
-    for k in range(scores.shape[1]):
-        positive = truth == k
-        hits, others = int(positive.sum()), int((~positive).sum())
-        if hits and others:
-            # Mann and Whitney's statistic from mid-ranks.
-            above = rankdata(scores[:, k])[positive].sum() - hits * (hits + 1) / 2
-            result[k] = above / (hits * others)
-    return result
+    return np.array([area(scores[:, k], truth == k) for k in range(scores.shape[1])])
+
+
+def area(scores: FloatArray, positive: NDArray[np.bool_]) -> float:
+    """How likely one of the positives outranks one of the others, ties half; NaN without either.
+
+    Mann and Whitney's statistic from mid-ranks.
+    """
+    hits, others = int(positive.sum()), int((~positive).sum())
+    if not hits or not others:
+        return float("nan")
+    above = rankdata(scores.reshape(-1))[positive.reshape(-1)].sum() - hits * (hits + 1) / 2
+    return float(above / (hits * others))
 
 
 def auroc(labels: ArrayLike, probabilities: ArrayLike) -> float:

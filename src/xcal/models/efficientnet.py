@@ -6,18 +6,12 @@ Without dropout and stochastic depth: the explanation signal compares two passes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from xcal.models.layers import (
-    Norm,
-    check_output_stride,
-    choose_trainable,
-    initialized,
-    norm_maker,
-)
+from xcal.models.layers import staged
 from xcal.models.probe import Columns, Tail, read_stages
 
 _NormMaker = Callable[[int], nn.Module]
@@ -195,33 +189,14 @@ class EfficientNetB0(nn.Module):
 
 
 def efficientnet_b0(
-    classes: int,
-    *,
-    norm: Norm = "group",
-    output_stride: int = 32,
-    trainable: str = "all",
-    train_norm_affine: bool = False,
-    head_reads: str = "last",
-    whitened: bool = False,
-    seed: int | None = None,
+    classes: int, *, head_reads: str = "last", whitened: bool = False, **keys: Any
 ) -> EfficientNetB0:
-    """An EfficientNet-B0 with first weights drawn from `seed` (None: fresh entropy).
+    """An EfficientNet-B0 whose head reads the last map or some stages; keys as of `staged`.
 
     A head on columns starts at zero: under much noise a first guess at random would stay in it.
     """
-    check_output_stride(output_stride)
-    maker = norm_maker(norm)
     reads = read_stages(head_reads, len(_STAGES) + 2)
-    model: EfficientNetB0 = initialized(
-        lambda: EfficientNetB0(classes, maker, output_stride, reads, whitened), seed
-    )
+    model: EfficientNetB0 = staged(EfficientNetB0, classes, reads=reads, whitened=whitened, **keys)
     if reads is not None:
         nn.init.zeros_(model.classifier[1].weight)  # type: ignore[arg-type]
-    choose_trainable(
-        model,
-        stages=model.stages(),
-        head=model.classifier,
-        trainable=trainable,
-        train_norm_affine=train_norm_affine,
-    )
     return model

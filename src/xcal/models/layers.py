@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -16,15 +15,8 @@ from xcal.dp.fix import FrozenBatchNorm2d, group_count
 from xcal.errors import UserError
 
 Norm = Literal["group", "frozen"]
+NORMS = (nn.GroupNorm, nn.BatchNorm2d)
 Network = TypeVar("Network", bound=nn.Module)
-
-
-class PublicConstants(nn.Module, ABC):
-    """A module whose buffers are public constants, read from a file and never updated."""
-
-    @abstractmethod
-    def reset_constants(self) -> None:
-        """Put the constants to values that change nothing."""
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
@@ -61,10 +53,28 @@ def norm_maker(norm: str) -> Callable[[int], nn.Module]:
     raise UserError(f"norm is {norm!r}: choose 'group' (from scratch) or 'frozen' (published)")
 
 
-def check_output_stride(output_stride: int) -> None:
-    """Refuse strides the networks do not have."""
+def staged(
+    build: Callable[..., Any],
+    classes: int,
+    *,
+    norm: Norm = "group",
+    output_stride: int = 32,
+    trainable: str = "all",
+    train_norm_affine: bool = False,
+    seed: int | None = None,
+    **more: Any,
+) -> Any:
+    """A network of stages with first weights drawn from `seed` (None: fresh entropy).
+
+    `build` is given the classes, the maker of `norm`, the output stride and what else there is;
+    `trainable` and `train_norm_affine` say what trains, as in `choose_trainable`.
+    """
     if output_stride not in (16, 32):
         raise UserError(f"output_stride is {output_stride}: choose 32 or 16")
+    maker = norm_maker(norm)
+    model = initialized(lambda: build(classes, maker, output_stride, **more), seed)
+    choose_trainable(model, trainable, train_norm_affine)
+    return model
 
 
 def laid_out(build: Callable[[], Network]) -> Network:
@@ -101,13 +111,13 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         reach = 1.0 / math.sqrt(module.in_features)
         module.weight.uniform_(-reach, reach, generator=generator)
         _fill_with(module.bias, 0.0)
-    elif isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
+    elif isinstance(module, NORMS):
         _fill_with(module.weight, 1.0)
         _fill_with(module.bias, 0.0)
     if isinstance(module, nn.BatchNorm2d):
         module.reset_running_stats()
-    if isinstance(module, PublicConstants):
-        module.reset_constants()
+    if reset := getattr(module, "reset_constants", None):  # buffers that a file may bring
+        reset()
 
 
 def _fill_with(tensor: Tensor | None, value: float) -> None:
@@ -115,14 +125,7 @@ def _fill_with(tensor: Tensor | None, value: float) -> None:
         tensor.fill_(value)
 
 
-def choose_trainable(
-    model: nn.Module,
-    *,
-    stages: Sequence[Sequence[nn.Module]],
-    head: nn.Module,
-    trainable: str,
-    train_norm_affine: bool,
-) -> None:
+def choose_trainable(model: Any, trainable: str, train_norm_affine: bool) -> None:
     """Set what trains; everything else is frozen, costs no per-sample work and gets no noise.
 
     `all`, `head`, `head+norm` (the head and every normalization's scale and shift),
@@ -131,14 +134,15 @@ def choose_trainable(
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    chosen: list[nn.Module] = [head]
+    stages: Sequence[Sequence[nn.Module]] = model.stages()
+    chosen: list[nn.Module] = [model.get_submodule(model.head_layer)]
     normalized: list[nn.Module] = []
     if trainable == "all":
         chosen.append(model)
     elif trainable.startswith("last:"):
-        chosen.extend(module for stage in _last(stages, trainable) for module in stage)
+        chosen += _last(stages, trainable)
     elif trainable.startswith("head+norm:"):
-        normalized.extend(module for stage in _last(stages, trainable) for module in stage)
+        normalized += _last(stages, trainable)
     elif trainable == "head+norm":
         normalized.append(model)
     elif trainable != "head":
@@ -146,26 +150,20 @@ def choose_trainable(
             f"trainable is {trainable!r}: choose 'all', 'head', 'head+norm', 'head+norm:k' or"
             f" 'last:k' with k from 1 to {len(stages)}"
         )
-    for part in chosen:
-        for module in part.modules():
-            if train_norm_affine or not isinstance(module, nn.BatchNorm2d):
-                _train(module)
-    for part in normalized:
-        for module in part.modules():
-            if isinstance(module, nn.GroupNorm | nn.BatchNorm2d):
-                _train(module)
+    norms = {m for part in normalized for m in part.modules() if isinstance(m, NORMS)}
+    others = {m for part in chosen for m in part.modules()}
+    if not train_norm_affine:
+        others = {m for m in others if not isinstance(m, nn.BatchNorm2d)}
+    for module in norms | others:
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
 
 
-def _train(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.requires_grad_(True)
-
-
-def _last(stages: Sequence[Sequence[nn.Module]], trainable: str) -> Sequence[Sequence[nn.Module]]:
+def _last(stages: Sequence[Sequence[nn.Module]], trainable: str) -> list[nn.Module]:
     kind, _, text = trainable.partition(":")
     count = int(text) if text.isdecimal() else 0
     if not 1 <= count <= len(stages):
         raise UserError(
             f"trainable is {trainable!r}: this network has stages {kind}:1 to {kind}:{len(stages)}"
         )
-    return stages[-count:]
+    return [module for stage in stages[-count:] for module in stage]

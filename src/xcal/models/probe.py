@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xcal.errors import UserError
-from xcal.models.layers import PublicConstants
 
 CONSTANTS = ("columns.mean", "columns.deviation")
 """The names of the constants in a weights file."""
@@ -41,7 +40,7 @@ def read_stages(head_reads: str, count: int) -> tuple[int, int] | None:
     )
 
 
-class Columns(PublicConstants):
+class Columns(nn.Module):
     """Maps of several stages, and their squares, as the channels of one map (N, C, H, W).
 
     The squares are taken in each map's own cells before all are brought to the grid of map number

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from xcal.models.layers import (
-    HalvingMaxPool2d,
-    Norm,
-    check_output_stride,
-    choose_trainable,
-    initialized,
-    norm_maker,
-)
+from xcal.models.layers import HalvingMaxPool2d, staged
 
 _NormMaker = Callable[[int], nn.Module]
 
@@ -100,24 +94,7 @@ def _stage(
     )
 
 
-def resnet18(
-    classes: int,
-    *,
-    norm: Norm = "group",
-    output_stride: int = 32,
-    trainable: str = "all",
-    train_norm_affine: bool = False,
-    seed: int | None = None,
-) -> ResNet18:
-    """A ResNet-18 with first weights drawn from `seed` (None: fresh entropy)."""
-    check_output_stride(output_stride)
-    maker = norm_maker(norm)
-    model: ResNet18 = initialized(lambda: ResNet18(classes, maker, output_stride), seed)
-    choose_trainable(
-        model,
-        stages=model.stages(),
-        head=model.fc,
-        trainable=trainable,
-        train_norm_affine=train_norm_affine,
-    )
+def resnet18(classes: int, **keys: Any) -> ResNet18:
+    """A ResNet-18; keys as of `staged`."""
+    model: ResNet18 = staged(ResNet18, classes, **keys)
     return model

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from xcal.errors import UserError
+from xcal.plotting import picture, require
 
 # One color a method everywhere (after Okabe and Ito), for light and for dark pages.
 METHODS = ("fl-dp", "xcal", "xcal-paper", "agp", "fl", "centralized", "agp-dp", "xcal-steered")
-LIGHT = (
-    "#0062a3",
-    "#b84a00",
-    "#00714f",
-    "#8a3b7a",
-    "#57606a",
-    "#1f2328",
-    "#7a5c00",
-    "#5b4bb3",
-    "#b3261e",
-)
-DARK = (
-    "#6cb6ff",
-    "#ff9f5a",
-    "#56d4a8",
-    "#e39ad0",
-    "#9aa4af",
-    "#e6edf3",
-    "#e5c07b",
-    "#b3a6ff",
-    "#ff8a80",
-)
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-MARKS = ("circle", "square", "diamond", "triangle-up", "cross")
+LIGHT = tuple("#0062a3 #b84a00 #00714f #8a3b7a #57606a #1f2328 #7a5c00 #5b4bb3 #b3261e".split())
+DARK = tuple("#6cb6ff #ff9f5a #56d4a8 #e39ad0 #9aa4af #e6edf3 #e5c07b #b3a6ff #ff8a80".split())
+# By style: dash and mark as plotly calls them, and as matplotlib does.
+DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+MARKS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P"}
 
 
 def tone(method: str) -> int:
@@ -64,6 +49,9 @@ class Line:
     def name(self) -> str:
         return self.label or self.group
 
+    def of(self, styles: Mapping[str, Any]) -> tuple[str, Any]:
+        return [*styles.items()][self.style % len(styles)]
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -81,7 +69,6 @@ class Figure:
     zero: bool = False  # a line at zero
     apart: bool = False  # across: what shares a name stands beside one another
     caption: str = ""
-    groups: tuple[str, ...] = field(default=())
 
     @property
     def legend(self) -> list[tuple[str, int]]:
@@ -106,8 +93,8 @@ class Figure:
             "mode": line.mode,
             "name": line.name,
             "meta": {"tone": line.tone, "group": line.group},
-            "line": {"dash": DASHES[line.style % len(DASHES)], "width": 1 if line.faint else 2},
-            "marker": {"symbol": MARKS[line.style % len(MARKS)], "size": 7},
+            "line": {"dash": line.of(DASHES)[0], "width": 1 if line.faint else 2},
+            "marker": {"symbol": line.of(MARKS)[0], "size": 7},
             "x": list(line.y if self.across else line.x),
             "y": list(line.x if self.across else line.y),
             "hovertemplate": f"%{{{'y' if self.across else 'x'}}}"
@@ -161,3 +148,61 @@ def thinned(values: Sequence[Any], most: int = 300) -> list[Any]:
         return list(values)
     step = (len(values) - 1) / (most - 1)
     return [values[round(i * step)] for i in range(most)]
+
+
+# --- as SVG and PDF, for papers (extra `figures`) -------------------------------------------------
+
+
+def save_figures(folder: Path, figures: Iterable[Figure]) -> None:
+    """Each figure as two vector files."""
+    require()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} could not be written: {error.strerror}.") from None
+    for figure in figures:
+        paths = [folder / f"{figure.id}.{ending}" for ending in ("svg", "pdf")]
+        with picture(*paths, width=450, height=320, layout="constrained") as drawn:
+            _draw(drawn.add_subplot(), figure)
+
+
+def _draw(axes: Any, figure: Figure) -> None:
+    named = set[str]()
+    for line in figure.lines:
+        _draw_line(axes, figure, line, first=line.group not in named)
+        named.add(line.group)
+    if figure.x_log:
+        axes.set_xscale("log")
+    if figure.x_ticks:
+        axes.set_xticks(figure.x_ticks, [f"{t:g}" for t in figure.x_ticks], minor=False)
+        axes.minorticks_off()
+    if figure.across:
+        axes.invert_yaxis()
+    if figure.zero:
+        axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel(figure.x_title)
+    axes.set_ylabel("" if figure.across else figure.y_title)
+    axes.set_title(figure.title, fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _draw_line(axes: Any, figure: Figure, line: Line, *, first: bool) -> None:
+    color = LIGHT[line.tone % len(LIGHT)]
+    x, y = (line.y, line.x) if figure.across else (line.x, line.y)
+    error = {}
+    if line.low:
+        error["xerr" if figure.across else "yerr"] = [list(line.low), list(line.high)]
+    axes.errorbar(
+        x,
+        y,
+        color=color,
+        linestyle=line.of(DASHES)[1] if "lines" in line.mode else "none",
+        marker=line.of(MARKS)[1] if "markers" in line.mode else "",
+        markersize=4,
+        linewidth=0.7 if line.faint else 1.4,
+        alpha=0.35 if line.faint else None,
+        capsize=2,
+        label=line.group if first else None,
+        **error,
+    )

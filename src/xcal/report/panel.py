@@ -27,17 +27,19 @@ from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.explain.choosing import AUTO, MapChoice, make_maps, title_of
 from xcal.explain.inference import predict_logits
-from xcal.explain.overlay import overlay, picture
+from xcal.explain.overlay import data_uri, overlay, picture
 from xcal.federation.evaluation import OnImages
 from xcal.federation.folder import RunFolder
-from xcal.federation.setup import DATA_SEED
+from xcal.federation.preflight import why_unexplained
+from xcal.federation.setup import DATA_SEED, may_measure
 from xcal.methods.registry import METHODS, name_today
 from xcal.plotting import FAINT, INK, RIGHT, WRONG, require, shortened, tile
 from xcal.plotting import picture as drawn_picture
-from xcal.report.drawing import percent, scale
-from xcal.report.mapping import map_of_run
-from xcal.report.runs import LoadedRun, load_data, load_run
-from xcal.report.words import epsilon_text
+from xcal.report.drawing import scale
+from xcal.report.run_figures import RunView
+from xcal.report.runs import LoadedRun, load_data, load_run, map_of_run
+from xcal.report.template import Panel, Tile
+from xcal.report.words import epsilon_text, percent
 
 _SIDE = 128  # pixels a tile
 _WIDE = 1.45  # the shape a figure had best have: width by height
@@ -124,18 +126,42 @@ def save_panel(
     require()
     entries = load_entries(folders)
     run = entries[0].run
-    run.refuse_findings("A panel")
-    data = load_data(run, beside=[entry.run for entry in entries[1:]])
-    shown = choose_images(data.test, images, len(run.classes))
-    if not len(shown):
+    if run.multi_label:
+        raise UserError(
+            "A panel compares classes of which one is right, and this run tells several findings at"
+            " once: `xcal explain RUN IMAGES --finding NAME` shows one of them."
+        )
+    seen = see([entry.run for entry in entries], images, maps, on_images)
+    if seen is None:
         raise UserError("There are no test images to show: choose one image or more.")
-    choices = [map_of_run(entry.run, maps, on_images) for entry in entries]
-    views = [
-        image_views(entry.run, shown, choice.method)
-        for entry, choice in zip(entries, choices, strict=True)
-    ]
-    _Figure(entries, views, shown, [c.method for c in choices]).save(path)
-    return choices
+    _Figure(entries, seen).save(path)
+    return seen.choices
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The same test images under several runs' models."""
+
+    images: Images
+    colors: Tensor  # as they are: a figure shows images, not what the network makes of them
+    choices: list[MapChoice]
+    views: list[list[View]]
+    peak: float
+
+
+def see(
+    runs: Sequence[LoadedRun], count: int, maps: str, on_images: OnImages = lambda *_: None
+) -> Seen | None:
+    """What each run's model says of `count` test images; None where there are no such images."""
+    first, *others = runs
+    images = choose_images(load_data(first, beside=others).test, count, len(first.classes))
+    if not len(images):
+        return None
+    choices = [map_of_run(run, maps, on_images) for run in runs]
+    pairs = zip(runs, choices, strict=True)
+    views = [image_views(run, images, choice.method) for run, choice in pairs]
+    colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
+    return Seen(images, colors, choices, views, shared_peak(views))
 
 
 def image_views(run: LoadedRun, images: Images, method: str) -> list[View]:
@@ -206,21 +232,14 @@ def shared_peak(views: Sequence[Sequence[View]]) -> float:
 class _Figure:
     """The drawing: a block an image, and below them the one color scale of all maps."""
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        views: Sequence[Sequence[View]],
-        images: Images,
-        methods: Sequence[str],
-    ) -> None:
-        self.entries, self.views, self.images = entries, views, images
-        named = " or ".join(title_of(name) for name in dict.fromkeys(methods))
+    def __init__(self, entries: Sequence[Entry], seen: Seen) -> None:
+        self.entries, self.seen, self.images = entries, seen, seen.images
+        named = " or ".join(
+            title_of(name) for name in dict.fromkeys(c.method for c in seen.choices)
+        )
         self.maps = f"{named[:1].upper()}{named[1:]} of the predicted class"
         self.classes = entries[0].run.classes
         self.layout = arrange(entries)
-        self.peak = shared_peak(views)
-        # Colors as they are: the figure shows images, not what the network makes of them.
-        self.colors = to_tensor(np.asarray(images.pixels), mean=(0, 0, 0), std=(1, 1, 1))
 
     def save(self, path: Path) -> None:
         if len([e for e in self.layout.epsilons if e is not None]) <= 1:
@@ -262,13 +281,13 @@ class _Figure:
 
     def _foot(self, foot: Any) -> None:
         foot.text(0.02, 0.85, self.maps, color=FAINT)
-        scale(foot.add_axes((0.02, 0.45, 0.5, 0.15)), f"{self.peak:.1f} × the map's mean")
+        scale(foot.add_axes((0.02, 0.45, 0.5, 0.15)), f"{self.seen.peak:.1f} × the map's mean")
         foot.text(0.6, 0.45, "right answer", color=RIGHT)
         foot.text(0.6, 0.15, "wrong answer", color=WRONG)
 
     def _image(self, axes: Any, number: int) -> None:
         truth = self.classes[int(self.images.labels[number])]
-        _tile(axes, picture(self.colors[number], side=_SIDE), truth, "true class", INK)
+        _tile(axes, picture(self.seen.colors[number], side=_SIDE), truth, "true class", INK)
 
     def _block(self, block: Any, number: int) -> None:
         """One test image under all runs."""
@@ -302,9 +321,9 @@ class _Figure:
         self._map(axes, found, number, beside)
 
     def _map(self, axes: Any, run: int, number: int, beside: str = "") -> None:
-        view = self.views[run][number]
+        view = self.seen.views[run][number]
         second = f"{percent(view.confidence)}{beside}"
-        shown = overlay(self.colors[number], view.saliency, side=_SIDE, peak=self.peak)
+        shown = overlay(self.seen.colors[number], view.saliency, side=_SIDE, peak=self.seen.peak)
         right = view.predicted == int(self.images.labels[number])
         _tile(axes, shown, self.classes[view.predicted], second, RIGHT if right else WRONG)
 
@@ -319,3 +338,50 @@ def _blocks_across(count: int, block: float) -> int:
     # An unfilled last row looks unfinished: rather a less handsome shape.
     whole = [n for n in range(1, count + 1) if count % n == 0]
     return min(whole, key=lambda across: abs(math.log(across**2 * block / count / _WIDE)))
+
+
+# --- on a report's page ---------------------------------------------------------------------------
+
+
+def panel_of(runs: Sequence[RunView], count: int = 4, maps: str = AUTO) -> Panel | None:
+    """One row an image: the image, every run's map over it, on one scale; how maps were made.
+
+    Of the runs whose networks say where they looked, those that are of the first one's images.
+    None where there are none to show.
+    """
+    loaded = [(view, load_run(view.path)) for view in runs]
+    able = [(v, r) for v, r in loaded if why_unexplained(r.model, r.experiment.pixels) is None]
+    if not able or able[0][1].multi_label:
+        return None
+    first = able[0][1]
+    like = [(v, r) for v, r in able if _shown(r) == _shown(first)]
+    # Images of a real population are shown only where somebody agreed to it, in every run.
+    if not all(may_measure(run.experiment) for _, run in like):
+        return None
+    if (found := see([run for _, run in like], count, maps)) is None:
+        return None
+    images, colors, peak = found.images, found.colors, found.peak
+    side = max(128, images.pixels.shape[1])
+    rows = []
+    for i in range(len(images)):
+        truth = first.classes[int(images.labels[i])]
+        row = [Tile(data_uri(picture(colors[i], side=side)), f"Test image of {truth}", truth, "")]
+        for (view, _), seen in zip(like, found.views, strict=True):
+            said = first.classes[seen[i].predicted]
+            row.append(
+                Tile(
+                    data_uri(overlay(colors[i], seen[i].saliency, side=side, peak=peak)),
+                    f"The same image under {view.name}, its map laid over it; it answers {said}",
+                    f"{view.name}: {said}, {percent(seen[i].confidence)}",
+                    "right" if said == truth else "wrong",
+                )
+            )
+        rows.append(tuple(row))
+    told = [
+        f"{view.name}: {c.sentence()}" for (view, _), c in zip(like, found.choices, strict=True)
+    ]
+    return Panel("", tuple(rows), choices=tuple(told))
+
+
+def _shown(run: LoadedRun) -> tuple[object, ...]:
+    return run.experiment.data, run.experiment.pixels, run.classes

@@ -168,8 +168,7 @@ def _by(label: str, what: str) -> str:
 
 def spending_figures(runs: Sequence[RunView]) -> list[Figure]:
     """Each client's budget as it was spent, then σ and signal by step."""
-    budget = _budget_figure(runs)
-    return [*([budget] if budget else []), *_step_figures(runs)]
+    return [*filter(None, [_budget_figure(runs)]), *_step_figures(runs)]
 
 
 def result_figure(runs: Sequence[RunView]) -> Figure | None:

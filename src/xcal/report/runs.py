@@ -1,25 +1,49 @@
-"""A finished run, read back: its experiment, its network with the trained weights, its classes."""
+"""A finished run, read back; the map that explains its model; all of its metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from xcal.config import Experiment
 from xcal.data import catalog
 from xcal.data.images import ImageData, Images
+from xcal.data.normalize import to_tensor
 from xcal.errors import UserError
 from xcal.experiments import read_pinned
-from xcal.explain.one_finding import OneFinding
-from xcal.federation.files import read_tensors
+from xcal.explain.any_network import OneFinding
+from xcal.explain.choosing import (
+    AUTO,
+    CANDIDATES,
+    CHOSEN_ON,
+    MapChoice,
+    kinds_for,
+    make_maps,
+    parts_of,
+)
+from xcal.explain.faithfulness import Agreement, agreement, randomisation_check
+from xcal.explain.gradcam import enlarge_maps
+from xcal.federation.evaluation import OnImages, explanation_metrics, predict
+from xcal.federation.files import read_json, read_tensors, write_json
 from xcal.federation.folder import RunFolder
-from xcal.federation.setup import DATA_SEED, may_measure
+from xcal.federation.outcome import (
+    OnMeasure,
+    map_for,
+    measured_by_name,
+    no_predictions,
+    public_subset,
+)
+from xcal.federation.preflight import why_unexplained
+from xcal.federation.setup import DATA_SEED, may_measure, validation_is_public
+from xcal.methods.registry import name_today
 from xcal.models.model_registry import build_network
 
 
@@ -39,14 +63,6 @@ class LoadedRun(NamedTuple):
         return self._replace(
             model=OneFinding(self.model, number), classes=(f"no {name}", name), multi_label=False
         )
-
-    def refuse_findings(self, what: str) -> None:
-        """Raise where the run is of several findings, for what compares classes."""
-        if self.multi_label:
-            raise UserError(
-                f"{what} compares classes of which one is right, and this run tells several"
-                " findings at once: `xcal explain RUN IMAGES --finding NAME` shows one of them."
-            )
 
 
 def load_run(folder: Path) -> LoadedRun:
@@ -150,14 +166,148 @@ def _renumbered(data: ImageData, classes: tuple[str, ...]) -> ImageData:
     number = np.array([classes.index(name) for name in data.classes], dtype=np.int64)
 
     def relabeled(images: Images) -> Images:
-        if images.multi_label:
-            return replace(images, labels=images.labels[:, np.argsort(number)])
-        return replace(images, labels=number[images.labels])
+        several = images.multi_label
+        labels = images.labels[:, np.argsort(number)] if several else number[images.labels]
+        return replace(images, labels=labels)
 
-    return replace(
-        data,
-        classes=classes,
-        train=relabeled(data.train),
-        validation=relabeled(data.validation),
-        test=relabeled(data.test),
-    )
+    train, validation, test = (relabeled(images) for _, images in data.splits())
+    return replace(data, classes=classes, train=train, validation=validation, test=test)
+
+
+REMEMBERED = "maps.json"
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, UserError)
+
+
+def map_of_run(
+    run: LoadedRun, wanted: str = AUTO, on_images: OnImages = lambda *_: None
+) -> MapChoice:
+    """The map asked for, or for `auto` the one of the highest ROAD on public validation images.
+
+    What the run itself chose at its end holds. Another choice is written into the run's folder,
+    where it may be, and read from there the next time. Only what was measured is remembered:
+    agreement to measure may come later.
+    """
+
+    def choose() -> MapChoice:
+        return map_for(
+            run.experiment, run.model, lambda: load_data(run).validation, wanted, on_images
+        )
+
+    if wanted != AUTO or run.folder is None:
+        return choose()
+    path, model = run.folder / REMEMBERED, run.folder / "model.safetensors"
+    # Another model or another list of maps asks for another choice.
+    weights = hashlib.sha256(model.read_bytes()).hexdigest()
+    of = {"model": weights, "candidates": list(CANDIDATES), "images": CHOSEN_ON}
+    with contextlib.suppress(*UNUSABLE):
+        kept = read_json(path)
+        if kept["of"] == of:
+            return _checked(kept["choice"])
+    with contextlib.suppress(*UNUSABLE):
+        # Of the kinds that there are today, and of the model that is still there.
+        result = run.folder / "result.json"
+        kept = read_json(result)["explanations"]["choice"]
+        newer = model.stat().st_mtime_ns > result.stat().st_mtime_ns
+        known = set(kept["road"]) == set(kinds_for(run.model))
+        if known and not newer and validation_is_public(run.experiment):
+            return _checked(kept)
+    choice = choose()
+    if choice.road:
+        # In a folder that only may be read it is chosen anew the next time.
+        with contextlib.suppress(OSError, UserError):
+            write_json(path, {"of": of, "choice": choice.as_dict()})
+    return choice
+
+
+def _checked(kept: dict[str, Any]) -> MapChoice:
+    choice = MapChoice(**kept)
+    choice.sentence()  # fails where something is missing
+    return choice
+
+
+SANITY_IMAGES = 64
+"""The sanity check makes every map again for each stage; so many images settle its mean."""
+_OF_MANY_PASSES = 8
+"""As many where a map takes tens of passes an image."""
+
+
+def evaluate_run(
+    run: LoadedRun,
+    data: ImageData,
+    *,
+    explained: int | None = None,
+    against: LoadedRun | None = None,
+    maps_by: str | None = None,
+    on_measure: OnMeasure = lambda *_: None,
+) -> dict[str, Any]:
+    """Metrics as plain values for a table or a JSON file; None for what is undefined.
+
+    The classifier is measured on the whole test split; explanations on a fixed subset of it, of
+    `explained` images, by default as many as the run itself explained at its end. So on the run's
+    own data the numbers are those of its `result.json`. `maps_by` is a map's name; None: as the run
+    itself has it (`maps`). `against` is another run, usually one without privacy, whose maps of the
+    same images are compared with this one's.
+    """
+    if against is not None and against.experiment.pixels != run.experiment.pixels:
+        raise UserError(
+            f"The runs to compare see images of {run.experiment.pixels} and"
+            f" {against.experiment.pixels} pixels: compare runs of one size."
+        )
+    wanted = run.experiment.road_test_images if explained is None else explained
+    if run.multi_label or why_unexplained(run.model, run.experiment.pixels) is not None:
+        wanted = 0
+    subset = public_subset(data.test, wanted)
+    found = no_predictions(len(run.classes), run.multi_label)
+    if len(data.test):
+        found = predict(run.model, data.test, on_images=partial(on_measure, "test images"))
+    result: dict[str, Any] = {
+        "method": name_today(run.experiment),
+        "data": data.name,
+        "split": "test",
+        "classes": list(run.classes),
+        "classification": measured_by_name(found, data),
+        "explanations": None,
+        "sanity_check": None,
+        "agreement": None,
+    }
+    if subset is not None:
+        choice = map_of_run(
+            run, maps_by or run.experiment.map_method, partial(on_measure, "choosing a map")
+        )
+        result["explanations"] = explanation_metrics(
+            run.model, subset, maps_by=choice.method, on_images=partial(on_measure, "explanations")
+        )
+        if choice.road:
+            result["explanations"]["choice"] = choice.as_dict()
+        result["sanity_check"] = _sanity_check(run, subset, choice.method)
+        if against is not None:
+            result["agreement"] = _agreement(run, against, subset, choice.method)
+    return result
+
+
+def _sanity_check(run: LoadedRun, images: Images, method: str) -> list[dict[str, float]]:
+    """How alike maps still are to the trained network's, as more of its layers are scrambled."""
+    wanted = _OF_MANY_PASSES if {"occlusion", "rise"} & {*parts_of(method)} else SANITY_IMAGES
+    few = images.take(np.arange(min(len(images), wanted)))
+    stages = randomisation_check(run.model, to_tensor(np.asarray(few.pixels)), method=method)
+    return [{"scrambled": stage.share, **_means(stage.agreement)} for stage in stages]
+
+
+def _agreement(run: LoadedRun, other: LoadedRun, images: Images, method: str) -> dict[str, Any]:
+    """Each model explains the class it predicts itself: that is what a reader would be shown."""
+    inputs = to_tensor(np.asarray(images.pixels))
+    size = (inputs.shape[2], inputs.shape[3])
+
+    def maps(model: LoadedRun) -> Tensor:
+        # Enlarged, so that networks with maps of different sizes can be compared.
+        return enlarge_maps(make_maps(model.model, inputs, method=method), size)
+
+    return {"images": len(images), **_means(agreement(maps(run), maps(other)))}
+
+
+def _means(found: Agreement) -> dict[str, Any]:
+    return {
+        "rank_correlation": float(found.rank_correlation.mean()),
+        "overlap": float(found.overlap.mean()),
+        "degenerate": found.degenerate,
+    }

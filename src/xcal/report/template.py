@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from xcal.errors import UserError
 from xcal.report.figures import DARK, LIGHT, Figure
-from xcal.report.words import Table
+from xcal.report.words import Table, percent
 from xcal.studies.statistics import Verdict
 
 
@@ -103,7 +103,7 @@ def render(template: str, folder: Path | None = None, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"code": _code, "cell": _cell, "class_of": _class_of}
+    environment.filters |= {"code": _code, "cell": _cell, "class_of": _class_of, "percent": percent}
     return environment.get_template(template).render(**values)
 
 

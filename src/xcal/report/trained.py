@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from xcal.federation.outcome import public_subset
 from xcal.federation.setup import validation_is_public
 from xcal.metrics.temperature import as_questions, confidences, fit_temperature
 from xcal.plugins import given
-from xcal.report.chosen_images import read_picture
+from xcal.report.explaining import read_picture
 from xcal.report.runs import LoadedRun, load_data, load_run
 
 FITTED_ON = 1000
@@ -202,7 +201,7 @@ class Trained:
         of which somebody agreed, by name, that they are.
         """
         images = public_validation(self.run)
-        logits = self.logits(_Decoded(images.pixels), on_images)
+        logits = self.logits(images.pixels, on_images)
         fitted_on = f"{len(images)} public validation images of {self.experiment.data}"
         labels = images.labels
         if images.multi_label:
@@ -235,19 +234,6 @@ def public_validation(run: LoadedRun) -> Images:
     if found is None:
         raise UserError(f"the data set {experiment.data} has no validation images.")
     return found
-
-
-class _Decoded(Sequence[Tensor]):
-    """Images that are square and of the run's size already, normalized when they are asked for."""
-
-    def __init__(self, pixels: NDArray[np.uint8]) -> None:
-        self._pixels = pixels
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def __getitem__(self, index: Any) -> Any:
-        return to_tensor(np.asarray(self._pixels[index])[None])[0]
 
 
 def _picture(values: NDArray[Any]) -> Image.Image:

@@ -30,6 +30,10 @@ def number_text(value: float | None, digits: int = 3) -> str:
     return NOTHING if value is None else f"{value:.{digits}f}".replace("-", "−")
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def epsilon_text(epsilon: float | None, nominal: float | None = None) -> str:
     """ε proved; where there is none, ∞ with the nominal ε beside it, if there is one."""
     if epsilon is not None:

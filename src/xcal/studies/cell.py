@@ -213,12 +213,12 @@ def measure(
     device = experiment.device
     model.to(device).eval()
     test = data.test
-    predicted, probabilities = _answers(folder)
-    values: dict[str, Any] = {
-        "test_set": test_set_of(federation).name,
-        "predicted": pack(predicted.astype(np.uint8)),
-        "ranks": pack(rank_images(probabilities)),
-    }
+    with np.load(folder.path / "predictions.npz") as answers:
+        values: dict[str, Any] = {
+            "test_set": test_set_of(federation).name,
+            "predicted": pack(answers["predicted"].astype(np.uint8)),
+            "ranks": pack(rank_images(answers["probabilities"])),
+        }
     if explained == 0:
         return values
     chosen = explained_subset(test.groups, explained)
@@ -246,12 +246,6 @@ def measure(
 def packed_scores(scores: NDArray[np.float64]) -> str:
     """ROAD of each image, in steps of `ROAD_STEP`."""
     return pack(np.round(scores / ROAD_STEP).astype(np.int16))
-
-
-def _answers(folder: RunFolder) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The class the finished run gave each test image, and the probabilities of all classes."""
-    with np.load(folder.path / "predictions.npz") as found:
-        return found["predicted"], found["probabilities"]
 
 
 def _end_with(alive: int) -> None:
@@ -292,10 +286,7 @@ def carry_out(orders: dict[str, Any], measuring: Measuring | None = None) -> int
     except UserError as error:
         talk.tell(error=str(error))
         return FAILED
-    if test is None:
-        results.write_failed(cell.scale, values)
-    else:
-        results.write(cell.scale, values, test)
+    results.write(cell.scale, values, test)
     if not orders["keep"]:
         shutil.rmtree(work, ignore_errors=True)
     lock.unlink(missing_ok=True)  # who waits at it still, sees the result

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xcal.config import Experiment, nearest, read_toml
+from xcal.config import Experiment, nearest, read_toml, toml_value
 from xcal.errors import UserError
 from xcal.experiments import KEYS, make_experiment
 from xcal.first_edition import BEFORE_THE_KEY, RENAMED, names_of_today
@@ -168,14 +167,7 @@ def read_axis(word: str) -> tuple[str, tuple[Any, ...]]:
     pieces = [piece.strip() for piece in text.split(",")]
     if not sign or not key.strip() or not all(pieces):
         raise UserError(f"An axis is written key=a,b,c, not {word!r}.")
-    return key.strip(), tuple(map(_value, pieces))
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
+    return key.strip(), tuple(map(toml_value, pieces))
 
 
 def own_grid(path: Path, words: Sequence[str] = (), seeds: int | None = None) -> OwnGrid:

@@ -8,6 +8,7 @@ do not work on one cell.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import subprocess
@@ -208,7 +209,6 @@ def run_grid(
     grid: Grid,
     options: Options,
     watcher: Watcher | None = None,
-    clock: Callable[[], float] = time.monotonic,
     full_grid: Callable[[], Grid] | None = None,
 ) -> Outcome:
     """Run the cells that the results lack, and write the grid's table from time to time.
@@ -233,14 +233,14 @@ def run_grid(
     known = len(grid.cells) - len(missing)
     outcome = Outcome(len(grid.cells), known)
     watcher.begin(len(grid.cells), known)
-    deadline = None if options.limit_minutes is None else clock() + 60 * options.limit_minutes
+    began = time.monotonic()
+    limit = math.inf if options.limit_minutes is None else 60 * options.limit_minutes
     waiting, running, idle = list(missing), list[_Worker](), list[_Worker]()
     news: queue.Queue[tuple[_Worker, dict[str, Any]]] = queue.Queue()
-    written = clock()
+    written = began
     try:
         while waiting or running:
-            late = deadline is not None and clock() >= deadline
-            if late:
+            if time.monotonic() - began >= limit:
                 outcome.out_of_time = True
                 break
             while waiting and len(running) < jobs:
@@ -263,9 +263,9 @@ def run_grid(
                     _settle(who, message, outcome, watcher, estimate)
                     if "gone" not in message:
                         idle.append(who)
-                    if clock() - written > TABLE_SECONDS:
+                    if time.monotonic() - written > TABLE_SECONDS:
                         results.write_table(listed())
-                        written = clock()
+                        written = time.monotonic()
                 elif "gone" in message and who in idle:
                     idle.remove(who)
             done = outcome.finished + sum(r.share for r in running)

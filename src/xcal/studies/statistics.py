@@ -10,18 +10,21 @@ interval of the difference excludes zero, and never of a single seed.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from xcal.studies.store import CellResult, TestSet
+from xcal.studies.grid import OwnGrid
+from xcal.studies.store import CellResult, Results, TestSet
 
 Measure = Literal["macro_f1", "road", "road_matched", "auroc"]
 FloatArray = NDArray[np.float64]
@@ -97,14 +100,14 @@ def macro_f1_of_counts(counts: FloatArray) -> FloatArray:
 
 
 @lru_cache(maxsize=16)
-def group_weights(test: TestSet, draws: int, seed: int) -> Weights:
+def group_weights(test: TestSet, draws: int) -> Weights:
     """How often each group is drawn (draws, groups): as many of each class as there are."""
     groups = int(test.groups.max()) + 1
     # A group belongs to the class that most of its images have.
     votes = np.zeros((groups, len(test.classes)))
     np.add.at(votes, (test.groups, test.labels), 1)
     class_of = votes.argmax(axis=1)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     # Counts of images and of pairs of them stay exact in single precision, at twice the speed.
     weights = np.zeros((draws, groups), dtype=np.float32)
     for k in range(len(test.classes)):
@@ -122,14 +125,6 @@ def _f1_draws(result: CellResult, test: TestSet, weights: Weights) -> FloatArray
     np.add.at(counts, (test.groups, test.labels, result.predicted), 1)
     drawn = (weights @ counts.reshape(groups, -1)).astype(float)
     return macro_f1_of_counts(drawn.reshape(-1, classes, classes))
-
-
-def _road_draws(result: CellResult, test: TestSet, weights: Weights) -> FloatArray:
-    return _mean_draws(result, result.road_scores, test, weights)
-
-
-def _matched_draws(result: CellResult, test: TestSet, weights: Weights) -> FloatArray:
-    return _mean_draws(result, result.road_matched_scores, test, weights)
 
 
 def _mean_draws(
@@ -189,18 +184,18 @@ def _auroc_draws(result: CellResult, test: TestSet, weights: Weights) -> FloatAr
     return found
 
 
-_DRAWS = {
+_DRAWS: dict[Measure, Callable[[CellResult, TestSet, Weights], FloatArray]] = {
     "macro_f1": _f1_draws,
-    "road": _road_draws,
-    "road_matched": _matched_draws,
+    "road": lambda cell, *drawn: _mean_draws(cell, cell.road_scores, *drawn),
+    "road_matched": lambda cell, *drawn: _mean_draws(cell, cell.road_matched_scores, *drawn),
     "auroc": _auroc_draws,
 }
 
 
 @lru_cache(maxsize=4096)
-def _drawn(measure: Measure, cell: CellResult, test: TestSet, draws: int, seed: int) -> FloatArray:
+def _drawn(measure: Measure, cell: CellResult, test: TestSet, draws: int) -> FloatArray:
     """A cell's figure in every draw: the same in all comparisons it takes part in."""
-    return _DRAWS[measure](cell, test, group_weights(test, draws, seed))
+    return _DRAWS[measure](cell, test, group_weights(test, draws))
 
 
 @lru_cache(maxsize=64)
@@ -218,13 +213,12 @@ def compare(
     measure: Measure = "macro_f1",
     *,
     draws: int = DRAWS,
-    seed: int = 0,
 ) -> Difference:
     """Ours minus theirs; the two lists hold the same seeds in the same order."""
     assert len(ours) == len(theirs) and ours
     drawn = np.stack(
         [
-            _drawn(measure, a, test, draws, seed) - _drawn(measure, b, test, draws, seed)
+            _drawn(measure, a, test, draws) - _drawn(measure, b, test, draws)
             for a, b in zip(ours, theirs, strict=True)
         ]
     )  # (seeds, draws)
@@ -234,7 +228,7 @@ def compare(
     mean = float(exact.mean())
     by_groups = drawn.mean(axis=0) - mean
     if len(exact) > 1:
-        generator = np.random.default_rng([seed, 1])
+        generator = np.random.default_rng([0, 1])
         chosen = generator.integers(len(exact), size=(draws, len(exact)))
         redrawn = np.take_along_axis(drawn.T, chosen, axis=1).mean(axis=1)
         by_seeds = (redrawn - drawn.mean(axis=0)) * seed_widening(len(exact))
@@ -251,3 +245,81 @@ def compare(
         int((exact < 0).sum()),
         tuple(exact.tolist()),
     )
+
+
+# --- a grid of one's own in one table: each value of the compared axis against the first ----------
+
+
+MEASURES: tuple[Measure, ...] = ("macro_f1", "road", "auroc")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of the axes' values, over its finished seeds."""
+
+    at: Mapping[str, Any]  # without the seed
+    diverged: int
+    means: Mapping[Measure, Summary]
+    differences: Mapping[Measure, Difference]  # from the first value; empty in its own row
+
+
+def rows_of(own: OwnGrid, results: Results) -> list[Row]:
+    """A row a combination that has finished or diverged cells, in the order of the axes."""
+    found = results.of_grid(own.grid)
+    by_setting: dict[tuple[tuple[str, Any], ...], dict[Any, CellResult]] = {}
+    for at, cell in own.settings:
+        if cell in found:
+            setting = tuple((k, v) for k, v in at.items() if k != "seed")
+            by_setting.setdefault(setting, {})[cell.seed] = found[cell]
+    rows = []
+    for setting, cells in by_setting.items():
+        ended = {seed: cell for seed, cell in cells.items() if cell.finished}
+        first = tuple((k, own.axes[k][0] if k == own.compared else v) for k, v in setting)
+        others = {s: c for s, c in by_setting.get(first, {}).items() if c.finished}
+        differences = {} if first == setting else _differences(ended, others, results)
+        means = {m: summarize(v) for m in MEASURES if (v := _known(ended, m))}
+        rows.append(Row(dict(setting), len(cells) - len(ended), means, differences))
+    return rows
+
+
+def _known(cells: Mapping[Any, CellResult], measure: Measure) -> list[float]:
+    return [c.values[measure] for c in cells.values() if c.values.get(measure) is not None]
+
+
+def _differences(
+    ours: Mapping[Any, CellResult], theirs: Mapping[Any, CellResult], results: Results
+) -> dict[Measure, Difference]:
+    """Paired by seed, where both were measured on the same test images."""
+    made: dict[Measure, Difference] = {}
+    for measure in MEASURES:
+        seeds = [
+            s
+            for s in ours
+            if s in theirs
+            and ours[s].values["test_set"] == theirs[s].values["test_set"]
+            and all(c.values.get(measure) is not None for c in (ours[s], theirs[s]))
+            and len({ours[s].values["id"], theirs[s].values["id"]}) == 2
+        ]
+        if seeds:
+            test = results.test_set(ours[seeds[0]].values["test_set"])
+            made[measure] = compare(
+                [ours[s] for s in seeds], [theirs[s] for s in seeds], test, measure
+            )
+    return made
+
+
+def rows_text(own: OwnGrid, rows: list[Row]) -> str:
+    """The rows as CSV, in full precision."""
+    axes = [k for k in own.axes if k != "seed"]
+    each = ("seeds", "mean", "deviation", "difference", "low", "high", "wins", "losses", "verdict")
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([*axes, "diverged", *(f"{m}_{name}" for m in MEASURES for name in each)])
+    for row in rows:
+        cells: list[Any] = [*(row.at.get(k, "") for k in axes), row.diverged]
+        for measure in MEASURES:
+            mean, d = row.means.get(measure), row.differences.get(measure)
+            cells += ["", "", ""] if mean is None else [mean.seeds, mean.mean, mean.deviation]
+            cells += [""] * 6 if d is None else [d.mean, d.low, d.high, d.wins, d.losses, d.verdict]
+        writer.writerow(cells)
+    return stream.getvalue()

@@ -10,6 +10,7 @@ import base64
 import csv
 import io
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -152,13 +153,11 @@ class Results:
     def has(self, cell: Cell) -> bool:
         return self._cell_path(cell.scale, cell.id).exists()
 
-    def write(self, scale: str, values: Mapping[str, Any], test: TestSet) -> None:
+    def write(self, scale: str, values: Mapping[str, Any], test: TestSet | None) -> None:
         """The set first: a cell's file never names a set that is not there."""
-        write_atomically(self._set_path(test.name), test.as_dict())
-        self._sets.pop(test.name, None)
-        write_atomically(self._cell_path(scale, str(values["id"])), values)
-
-    def write_failed(self, scale: str, values: Mapping[str, Any]) -> None:
+        if test is not None:  # training that diverged was not measured on any
+            write_atomically(self._set_path(test.name), test.as_dict())
+            self._sets.pop(test.name, None)
         write_atomically(self._cell_path(scale, str(values["id"])), values)
 
     def read(self, scale: str, cell: str) -> CellResult | None:
@@ -289,15 +288,9 @@ def table_text(results: Mapping[Cell, CellResult]) -> str:
     rows = [table_row(cell, result) for cell, result in results.items()]
 
     def setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        epsilon = row["epsilon"]
-        return (
-            row["data"],
-            row["network"],
-            float("inf") if epsilon is None else epsilon,
-            row["method"],
-            row["variant"],
-            row["seed"],
-        )
+        epsilon = math.inf if row["epsilon"] is None else row["epsilon"]
+        named = (row[name] for name in ("method", "variant", "seed"))
+        return (row["data"], row["network"], epsilon, *named)
 
     for row in sorted(rows, key=setting):
         writer.writerow({k: "" if v is None else v for k, v in row.items()})
