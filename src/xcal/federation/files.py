@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,10 +54,10 @@ def write_secret_once(path: Path, secret: bytes) -> None:
     Raises `OSError`. Whole and on the disk, or not there: never half of it, at any crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    scratch.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # for its owner only
+    scratch = Path(name)
     try:
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with open(handle, "wb") as file:
             file.write(secret)
             file.flush()
             os.fsync(file.fileno())
