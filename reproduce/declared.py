@@ -298,7 +298,9 @@ def efficiency(scale: Scale, choice: Choice) -> Grid:
 
 def overhead(scale: Scale, choice: Choice) -> Grid:
     """Rounds without measuring, one cell at a time: here time is the result."""
-    methods = _methods(choice, (BASELINE, "agp", "xcal-paper", "xcal-steered"))
+    offered = (BASELINE, "agp", "xcal-paper", "xcal-steered")
+    ours = ("xcal",) if "xcal" in scale.beside_static else ()
+    methods = _methods(choice, (*offered, *ours))
     cells = []
     for data, network in _places(scale, choice):
         seeds = 3 if choice.seeds is None and scale.name != "smoke" else choice.seeds or 1
