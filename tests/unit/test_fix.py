@@ -64,6 +64,33 @@ def test_frozen_statistics_stay_frozen():
     torch.testing.assert_close(fixed(images()), expected)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "norm, shape", [(nn.BatchNorm2d(6), (3, 6, 4, 4)), (nn.BatchNorm1d(6), (3, 6))]
+)
+def test_a_frozen_norm_has_the_values_and_gradients_of_batch_norm(norm, shape, trained):
+    for tensor in (norm.weight, norm.bias, norm.running_mean):
+        nn.init.normal_(tensor)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    for parameter in norm.parameters():
+        parameter.requires_grad_(trained)
+    frozen = fix(norm, batch_norm="frozen")[0].train()
+    batch, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    with torch.no_grad():
+        alone = frozen(batch)
+    assert torch.equal(alone, norm.eval()(batch))
+    ours, theirs = frozen(batch), norm.eval()(batch)
+    torch.testing.assert_close(ours, theirs)
+    reads = [batch, *norm.parameters()] if trained else [batch]
+    mine = [batch, *frozen.parameters()] if trained else [batch]
+    for a, b in zip(
+        torch.autograd.grad(ours, mine, gradient),
+        torch.autograd.grad(theirs, reads, gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_network_that_is_a_batch_norm():
     assert isinstance(fix(nn.BatchNorm2d(4))[0], nn.GroupNorm)
 

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import UninitializedParameter
@@ -25,6 +26,23 @@ def group_count(channels: int) -> int:
     return next((g for g in fitting if channels // g >= _FEWEST_CHANNELS_A_GROUP), 1)
 
 
+def _fixed_map(norm: _NormBase, x: Tensor) -> Tensor | None:
+    """Scale and shift, if a gradient goes through them that they do not keep for themselves.
+
+    The gradient of batch norm also sums over all positions, which nobody reads here: without that
+    a private step of EfficientNet-B0 at 64 px is a sixth shorter.
+    """
+    if norm.weight is None or norm.weight.requires_grad or norm.bias.requires_grad:
+        return None
+    mean, variance = norm.running_mean, norm.running_var
+    if not (torch.is_grad_enabled() and x.requires_grad) or mean is None or variance is None:
+        return None
+    scale = norm.weight * torch.rsqrt(variance + norm.eps)
+    shift = torch.addcmul(norm.bias, mean, scale, value=-1)
+    shape = (-1, *(1 for _ in x.shape[2:]))
+    return torch.addcmul(shift.view(shape), x, scale.view(shape))
+
+
 class FrozenBatchNorm2d(nn.BatchNorm2d):
     """Batch norm as a public affine map: its statistics are read from a file and never updated.
 
@@ -38,6 +56,10 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
     def train(self, mode: bool = True) -> FrozenBatchNorm2d:
         return super().train(False)
 
+    def forward(self, input: Tensor) -> Tensor:
+        fixed = _fixed_map(self, input)
+        return super().forward(input) if fixed is None else fixed
+
 
 class FrozenBatchNorm(_BatchNorm):
     """Batch norm with fixed statistics, whatever mode the network around it is put in."""
@@ -48,6 +70,10 @@ class FrozenBatchNorm(_BatchNorm):
 
     def train(self, mode: bool = True) -> FrozenBatchNorm:
         return super().train(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        fixed = _fixed_map(self, input)
+        return super().forward(input) if fixed is None else fixed
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any number of pixels, or none."""
