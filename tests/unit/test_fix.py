@@ -66,7 +66,7 @@ def test_frozen_statistics_stay_frozen():
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(
-    "norm, shape", [(nn.BatchNorm2d(6), (3, 6, 4, 4)), (nn.BatchNorm1d(6), (3, 6))]
+    ("norm", "shape"), [(nn.BatchNorm2d(6), (3, 6, 4, 4)), (nn.BatchNorm1d(6), (3, 6))]
 )
 def test_a_frozen_norm_has_the_values_and_gradients_of_batch_norm(norm, shape, trained):
     for tensor in (norm.weight, norm.bias, norm.running_mean):
