@@ -6,9 +6,10 @@ or in an attribute, carries it into the next step past every bound.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -40,47 +41,91 @@ def _values(name: str, value: object) -> Iterator[tuple[str, object]]:
         yield name, "None"
 
 
-def _fingerprint(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    array = value.detach().cpu().contiguous()
-    state = hashlib.sha256(f"{array.shape}{array.dtype}".encode())
-    state.update(array.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
-
-
 def _is_plain(value: object) -> bool:
     if type(value) is tuple:
         return all(type(one) in _PLAIN for one in value)
     return type(value) in _PLAIN
 
 
-def remembered(network: nn.Module) -> dict[str, str]:
-    """A fingerprint of everything that a network could remember an image in, by name.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+_Content = tuple[str, Tensor | None]
+
+
+def _content(value: object) -> _Content:
+    """A tensor's bits as whole numbers, of which none is unlike itself and zero has no sign."""
+    if not isinstance(value, Tensor):
+        return repr(value), None
+    flat = value.detach().contiguous().reshape(-1)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.int64))
+    return f"{value.shape}{value.dtype}{value.device}", words
+
+
+def _differ(one: _Content | None, other: _Content | None) -> bool:
+    if one is None or other is None or one[0] != other[0]:
+        return True
+    return one[1] is not None and other[1] is not None and not torch.equal(one[1], other[1])
+
+
+class Remembered:
+    """All that a network could remember an image in, as it was when this was made.
 
     Buffers, and plain attributes of its modules that are numbers, strings, tensors or collections
     of them. Its parameters are not among them.
     """
-    found = {}
-    for path, module in named_modules(network):
-        for key, value in (*module._buffers.items(), *vars(module).items()):
-            if key in _INTERNAL:
-                continue
-            name = f"{path}[{key!r}]"
-            if _is_plain(value):  # nearly all, and this is asked after every step
-                found[name] = repr(value)
-            else:
-                found.update((n, _fingerprint(one)) for n, one in _values(name, value))
-    return found
+
+    def __init__(self, network: nn.Module) -> None:
+        tables = _tables(network)
+        self._keys = list(chain.from_iterable(tables))
+        self._values = list(chain.from_iterable(map(dict.values, tables)))
+        self._plain: dict[str, str] = {}
+        self._mutable: dict[str, object] = {}
+        for path, module in named_modules(network):
+            for key, value in (*module._buffers.items(), *vars(module).items()):
+                if key in _INTERNAL:
+                    continue
+                if _is_plain(value):
+                    self._plain[f"{path}[{key!r}]"] = repr(value)
+                else:
+                    self._mutable[f"{path}[{key!r}]"] = value
+        self._contents = {
+            name: (text, None if words is None else words.clone())
+            for name, (text, words) in self._now().items()
+        }
+
+    def _now(self) -> dict[str, _Content]:
+        """What is now in the objects that can change in their place."""
+        found = (pair for name, value in self._mutable.items() for pair in _values(name, value))
+        return {name: _content(value) for name, value in found}
+
+    def _consists_of(self, network: nn.Module) -> bool:
+        """Whether the network has the very same objects: then only their contents can differ."""
+        tables = _tables(network)
+        if list(chain.from_iterable(tables)) != self._keys:
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, tables)), self._values))
+
+    def first_change(self, network: nn.Module) -> str | None:
+        """The name of something in which the network is not as it was; None: in nothing."""
+        before, now, changed = self._contents, self, set[str]()
+        if not self._consists_of(network):
+            now = Remembered(network)
+            changed = {name for name, _ in now._plain.items() ^ self._plain.items()}
+        after = now._now()
+        changed |= {n for n in before.keys() | after.keys() if _differ(before.get(n), after.get(n))}
+        return min(changed, default=None)
 
 
-def check_remembers_nothing(network: nn.Module, before: Mapping[str, str]) -> None:
-    """Refuse a network that changed, but for its parameters, since `remembered` was asked."""
-    after = remembered(network)
-    changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-    if changed:
+def _tables(network: nn.Module) -> list[dict[str, Any]]:
+    return [t for _, module in named_modules(network) for t in (module._buffers, vars(module))]
+
+
+def check_remembers_nothing(network: nn.Module, before: Remembered) -> None:
+    """Refuse a network that changed, but for its parameters, since `before` was made."""
+    changed = before.first_change(network)
+    if changed is not None:
         raise DependentNetwork(
-            f"The network remembers what it sees (its {changed[0]} changed in a forward pass), so"
+            f"The network remembers what it sees (its {changed} changed in a forward pass), so"
             " one image's influence cannot be bounded: use layers without running state, such as"
             " GroupNorm."
         )
@@ -102,7 +147,7 @@ def check_independence(network: nn.Module, side: int, rows: int = 3) -> None:
 
     images, strangers = made_up(3, 1.0), made_up(4, 30.0)
     fresh = _copy(network)
-    before = remembered(fresh)
+    before = Remembered(fresh)
     together = _answers(fresh, images)
     check_remembers_nothing(fresh, before)
     later = _copy(network)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from xcal.dp.account import Account
 from xcal.dp.apart import Shown, check_rows_apart, mapped, tensors
-from xcal.dp.batch_invariance import check_remembers_nothing, remembered
+from xcal.dp.batch_invariance import Remembered, check_remembers_nothing
 from xcal.dp.clipping import ClippedSum, MixedRows, OpenPass, check_supported, joined
 from xcal.dp.clipping.precision import no_autocast
 from xcal.dp.clipping.tape import Units
@@ -64,7 +64,7 @@ class Draw:
     opened: OpenPass | None = None
     called: bool = False
     going_back: bool = False
-    before: dict[str, str] = field(default_factory=dict)
+    before: Remembered | None = None
     outputs: list[GradientEdge] = field(default_factory=list)
     parts: Parts | None = None  # where it is too large to go through the network at once
     released: dict[str, Tensor] | None = None
@@ -255,7 +255,7 @@ class PrivateSteps:
             draw.opened = self._opened(draw)
             draw.opened.only_if(self._going_back_of(draw))
             draw.outputs = []
-            draw.before = remembered(self.module)
+            draw.before = Remembered(self.module)
         if rows > 1:
             # In single precision, where no rounding blurs it.
             with no_autocast(next(self.module.parameters()).device):
@@ -410,7 +410,7 @@ class PrivateSteps:
         parameters = self._parameters()
         sums = {name: torch.zeros_like(p).detach() for name, p in parameters.items()}
         if draw.rows:
-            assert draw.opened is not None
+            assert draw.opened is not None and draw.before is not None
             draw.going_back = True
             try:
                 apart = partial(

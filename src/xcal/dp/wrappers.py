@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xcal.dp.apart import check_losses_apart
-from xcal.dp.batch_invariance import remembered
+from xcal.dp.batch_invariance import Remembered
 from xcal.dp.clipping.precision import single
 from xcal.dp.refusals import Refused
 from xcal.dp.steps import PrivateSteps
@@ -206,9 +206,9 @@ class PrivateCriterion(nn.Module):
             Refused: for a criterion that averages over the batch, mixes samples or remembers them.
         """
         own = self.criterion if isinstance(self.criterion, nn.Module) else None
-        before = {} if own is None else remembered(own)
+        before = Remembered(own) if own is not None else None
         losses = self._per_sample(*args, **kwargs)
-        if own is not None and remembered(own) != before:
+        if own is not None and before is not None and before.first_change(own) is not None:
             raise Refused(
                 "criterion",
                 f"The criterion {type(own).__name__} remembers what it sees: a running value of its"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xcal.dp.batch_invariance import check_remembers_nothing, remembered
+from xcal.dp.batch_invariance import Remembered, check_remembers_nothing
 from xcal.dp.clipping.named import trainable
 from xcal.dp.mechanism import UnchargedRelease
 from xcal.methods.context import StepContext, digest_tensors
@@ -17,7 +17,7 @@ class StepGuard:
 
     def __init__(self, context: StepContext, *, own_method: bool) -> None:
         self._bench = context
-        self._remembered = remembered(context.model)
+        self._remembered = Remembered(context.model)
         self._weights = self._digest() if own_method else None
         if own_method:
             context.optimizer.before_step = self._check_weights

@@ -6,49 +6,53 @@ deep frozen backbone takes longer than a step of the small head that trains on i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from operator import is_
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 Named = tuple[tuple[str, nn.Module], ...]
 
+_tables_of = attrgetter("_parameters", "_buffers", "_modules")
+
+
+def _all_same(some: Iterable[object], others: Iterable[object]) -> bool:
+    return all(map(is_, some, others))
+
 
 class _Layout:
-    """Names as they were when the network consisted of just these `parts`, which are kept alive."""
+    """Names as they were when the network consisted of just these parts, which are kept alive."""
 
-    def __init__(self, model: nn.Module, parts: list[object]) -> None:
-        self.parts = parts
+    def __init__(self, model: nn.Module) -> None:
+        self._children = [module for module in model.modules() if module is not model]
+        self._tables = self._now(model)
+        self._parts = list(chain.from_iterable(table.values() for table in self._tables))
+        self._keys = list(chain.from_iterable(self._tables))
         # Not the network itself, which would never be freed.
         self.modules: Named = tuple(named for named in model.named_modules() if named[0])
         self.parameters = tuple(model.named_parameters())
         self.buffers = tuple(model.named_buffers())
 
+    def _now(self, model: nn.Module) -> list[dict[str, object]]:
+        return [*_tables_of(model), *chain.from_iterable(map(_tables_of, self._children))]
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether everything that names depend on is what it was. Asked at every step."""
+        tables = self._now(model)
+        if not _all_same(tables, self._tables) or list(chain.from_iterable(tables)) != self._keys:
+            return False
+        return _all_same(chain.from_iterable(map(dict.values, tables)), self._parts)
+
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, _Layout] = WeakKeyDictionary()
 
 
-def _parts(model: nn.Module) -> list[object]:
-    """Everything that names depend on, in a fixed order."""
-    found: list[object] = []
-    seen, waiting = {id(model)}, [model]
-    while waiting:
-        module = waiting.pop()
-        for own in (module._parameters, module._buffers, module._modules):
-            found.extend(own)
-            found.extend(own.values())
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
-
-
 def _layout(model: nn.Module) -> _Layout:
-    parts, known = _parts(model), _LAYOUTS.get(model)
-    if known is None or len(parts) != len(known.parts) or not all(map(is_, parts, known.parts)):
-        known = _LAYOUTS[model] = _Layout(model, parts)
+    known = _LAYOUTS.get(model)
+    if known is None or not known.is_of(model):
+        known = _LAYOUTS[model] = _Layout(model)
     return known
 
 
