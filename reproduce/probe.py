@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from reproduce.scales import COMMON, SCALES, SIGNAL, TAU, WITHOUT_EPSILON, Scale
-from xcal.experiments import experiment_type
+from reproduce.scales import COMMON, SCALES, WITHOUT_EPSILON, PinnedScale
 from xcal.studies.grid import PROBE
 
 PLAIN = "plain"
@@ -36,8 +35,6 @@ RATES: Mapping[float | None, tuple[float, ...]] = {
     50.0: (0.2, 0.5, 1.0),
     None: (0.01, 0.03, 0.1, 0.3),
 }
-# Keys that came after the first cells: left at their defaults, which is what those cells mean.
-CAME_LATER = ("noise_kind",)
 # Maps by occlusion, with ROAD, take ten times as long as the training: not of every seed.
 ROAD_SEEDS = {"ham10000": 5}  # of other sets three
 ROAD_SEEDS_BESIDE = {"clients": 2, "ablation": 1}  # in cells that the main tables do not have
@@ -74,22 +71,12 @@ def whitening(data: str, epsilon: float | None) -> float:
 
 
 @dataclass(frozen=True)
-class ProbeScale(Scale):
+class ProbeScale(PinnedScale):
     def values(
         self, method: str, data: str, network: str, epsilon: float | None, seed: int
     ) -> dict[str, Any]:
-        fields = experiment_type().model_fields.items()
-        defaults = {name: field.default for name, field in fields if name not in CAME_LATER}
         return {
-            **defaults,
-            **SIGNAL,
-            **self.common,
-            **self.by_network[network],
-            "method": method,
-            "data": data,
-            "epsilon": epsilon,
-            "seed": seed,
-            "tau": TAU.get(method, 0.05),
+            **super().values(method, data, network, epsilon, seed),
             "pool_views": VIEWS.get(data, "none"),
             "whiten": whitening(data, epsilon),
             "maps": "occlusion" if method == "xcal" else "gradcam",

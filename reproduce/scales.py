@@ -12,7 +12,7 @@ from typing import Any
 
 from xcal.config import nearest
 from xcal.errors import UserError
-from xcal.experiments import KEYS
+from xcal.experiments import KEYS, experiment_type
 from xcal.first_edition import BEFORE_THE_KEY
 from xcal.methods.registry import METHODS as KNOWN_METHODS
 from xcal.studies import grid
@@ -23,11 +23,13 @@ from xcal.studies.store import CellResult
 WITHOUT_EPSILON = ("centralized", "fl")
 # Keys that a method uses and that cells of these scales do not pin: they were made before it said
 # so, at the values of `SIGNAL`, and their names stay.
-MADE_BEFORE = ("smoke", "laptop", "paper")
+MADE_BEFORE = ("smoke", "laptop")
 NOT_PINNED: Mapping[str, frozenset[str]] = {
     "agp": frozenset({"rho", "band"}),
     "centralized": frozenset({"clients", "partition"}),
 }
+# Keys that came after the first cells: left at their defaults, which is what those cells mean.
+CAME_LATER = ("noise_kind",)
 METHODS = ("fl-dp", "fl", "agp", "xcal-paper", "xcal-steered", "centralized")
 
 # The paper's sets, by the name an import gives them. Dermoscopy stands in for the paper's melanoma
@@ -89,8 +91,6 @@ class Scale:
             values |= self.plain[network]
         values |= {"method": method, "data": data, "seed": seed}
         values |= {"epsilon": epsilon, "tau": TAU.get(method, 0.05)}
-        if self.name == "paper" and data in PAPER_PIXELS:
-            values["pixels"] = PAPER_PIXELS[data]
         return values
 
     def explains(self, data: str, seed: int) -> int:
@@ -125,6 +125,28 @@ class Scale:
     def also(self, method: str, values: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         """Further cells of the main tables beside this one, by variant."""
         return {}
+
+
+@dataclass(frozen=True)
+class PinnedScale(Scale):
+    """Every cell pins every key that its method uses, defaults too."""
+
+    def values(
+        self, method: str, data: str, network: str, epsilon: float | None, seed: int
+    ) -> dict[str, Any]:
+        fields = experiment_type().model_fields.items()
+        defaults = {name: field.default for name, field in fields if name not in CAME_LATER}
+        return {**defaults, **super().values(method, data, network, epsilon, seed)}
+
+
+class PaperScale(PinnedScale):
+    def values(
+        self, method: str, data: str, network: str, epsilon: float | None, seed: int
+    ) -> dict[str, Any]:
+        values = super().values(method, data, network, epsilon, seed)
+        if data in PAPER_PIXELS:
+            values["pixels"] = PAPER_PIXELS[data]
+        return {**values, "maps": "occlusion" if method == "xcal" else "gradcam"}
 
 
 COMMON: Mapping[str, Any] = {
@@ -233,8 +255,8 @@ LAPTOP = Scale(
 
 # The printed settings. Whether the paper began from published weights it does not say; ours do
 # where there are any. What it prints of σ follows from no single rate and number of steps, so σ
-# is computed here as everywhere.
-PAPER = Scale(
+# is computed here as everywhere; a plan that is fixed beforehand by the tight accountant.
+PAPER = PaperScale(
     name="paper",
     data=("blood-cells", "chest-xray14", "ham10000"),
     networks=("efficientnet_b0", "resnet18"),
@@ -242,6 +264,7 @@ PAPER = Scale(
     seeds={"efficientnet_b0": 5, "resnet18": 5, "small": 5},
     common={
         **COMMON,
+        "accountant": "auto",
         "rounds": 30,
         "expected_batch_size": 32,
         "lr": 1e-3,
@@ -264,6 +287,8 @@ PAPER = Scale(
     by_epsilon={},
     plain={"small": {}, "efficientnet_b0": {}, "resnet18": {}},
     explained=1_000_000,
+    methods=("fl-dp", "fl", "agp", "xcal-paper", "xcal", "centralized"),
+    beside_static=("fl", "fl-dp", "xcal-paper", "xcal"),
 )
 
 SCALES = {scale.name: scale for scale in (SMOKE, LAPTOP, PAPER)}  # `probe.py` adds its own

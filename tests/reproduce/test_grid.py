@@ -7,8 +7,7 @@ import json
 import pytest
 
 from reproduce.declared import STUDIES, WEIGHTS, Choice, declare, only_variants
-from reproduce.probe import CAME_LATER
-from reproduce.scales import LAPTOP, SCALES, make_cell
+from reproduce.scales import CAME_LATER, LAPTOP, SCALES, make_cell
 from xcal.errors import UserError
 from xcal.experiments import experiment_type
 from xcal.methods.registry import METHODS
@@ -69,9 +68,12 @@ def test_a_probe_has_a_name_of_its_own() -> None:
         declare("efficiency", "laptop", Choice(networks=(PROBE,), methods=("agp",)))
 
 
-def test_a_cell_at_the_scale_probe_pins_every_key_that_its_method_uses() -> None:
+@pytest.mark.parametrize("scale", ["probe", "paper"])
+def test_a_cell_of_a_later_scale_pins_every_key_that_its_method_uses(scale: str) -> None:
     for study in STUDIES:
-        for cell in declare(study, "probe").cells:
+        if study in ("shipped", "rates") and scale != "probe":
+            continue
+        for cell in declare(study, scale).cells:
             missing = METHODS[cell.method].uses - {*cell.keys, *CAME_LATER}
             unset = {k for k in missing if DEFAULTS[k] is not None}
             assert not unset, (cell.title, unset)
