@@ -57,7 +57,7 @@ def beside_the_paper(at_its_settings: Sequence[Series], at_probe: Sequence[Serie
     note = (
         "Macro F1, mean ± standard deviation over (n) seeds. Its settings: EfficientNet-B0 whole,"
         " batches of 32, η = 10⁻³, C = 1, 30 rounds, from published weights, and once more with"
-        " η = 10⁻⁴; `probe`: a head on its middle stages, whole sets at 128 pixels. The paper prints"
+        " η = 10⁻⁴; `probe`: a head on its middle stages, whole sets at 128 pixels. The paper has"
         " one method of its own; here it stands beside the published rule, `xcal-paper`, and beside"
         " `xcal`. Dermoscopy stands in for the paper's melanoma set and any finding for its"
         " pneumonia; blood cells are split by picture."
