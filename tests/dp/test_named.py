@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 from xcal.dp.clipping.named import named_buffers, named_modules, named_parameters, trainable
+from xcal.errors import UserError
 
 
 def network() -> nn.Module:
@@ -58,3 +60,12 @@ def test_a_network_is_freed() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("inside", "what"), [(False, "The network"), (True, "Its part '0'")])
+def test_torchscript_is_refused_in_a_sentence(inside: bool, what: str) -> None:
+    scripted = torch.jit.trace(nn.Linear(3, 2), torch.zeros(1, 3))
+    network = nn.Sequential(scripted) if inside else scripted
+    with pytest.raises(UserError, match=f"^{what} was made by TorchScript"):
+        trainable(network)

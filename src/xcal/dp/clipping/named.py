@@ -12,6 +12,9 @@ from operator import attrgetter, is_
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+
+from xcal.errors import UserError
 
 Named = tuple[tuple[str, nn.Module], ...]
 
@@ -26,6 +29,13 @@ class _Layout:
     """Names as they were when the network consisted of just these parts, which are kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
+        scripted = [n for n, module in model.named_modules() if isinstance(module, ScriptModule)]
+        if scripted:
+            what = f"Its part {scripted[0]!r}" if scripted[0] else "The network"
+            raise UserError(
+                f"{what} was made by TorchScript, which hides what it computes, so one image's"
+                " influence cannot be bounded. Give the module it was made from."
+            )
         self._children = [module for module in model.modules() if module is not model]
         self._tables = self._now(model)
         self._parts = list(chain.from_iterable(table.values() for table in self._tables))
