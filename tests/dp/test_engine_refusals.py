@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
@@ -352,6 +353,11 @@ class Stream(IterableDataset[Any]):
         return iter(data())
 
 
+class WithoutLength(Dataset[Any]):
+    def __getitem__(self, item: int) -> Any:
+        return data()[item]
+
+
 @pytest.mark.parametrize(
     "made",
     [
@@ -361,10 +367,21 @@ class Stream(IterableDataset[Any]):
         lambda: loader(batch_size=8, sampler=SubsetRandomSampler(range(20))),
         lambda: loader(batch_size=8, sampler=RandomSampler(data(), replacement=True)),
         lambda: DataLoader(Stream(), batch_size=8),
+        lambda: DataLoader(WithoutLength(), batch_size=8, sampler=range(20)),
         lambda: [(torch.zeros(8, 1, 6, 6), torch.zeros(8).long())],
         lambda: private().data_loader,
     ],
-    ids=["none", "batches", "weighted", "subset", "replacement", "stream", "list", "twice"],
+    ids=[
+        "none",
+        "batches",
+        "weighted",
+        "subset",
+        "replacement",
+        "stream",
+        "unsized",
+        "list",
+        "twice",
+    ],
 )
 def test_loaders(made: Callable[[], Any]) -> None:
     given = made()
@@ -397,6 +414,15 @@ def test_networks_that_are_spread_or_frozen() -> None:
             module=frozen, optimizer=torch.optim.SGD(list(frozen.parameters()), lr=0.1)
         ),
     )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:Lazy modules")
+def test_networks_without_shapes_or_without_source() -> None:
+    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    assert "'1.weight' has no shape yet" in str(refused("network", lambda: private(module=lazy)))
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    traced = torch.jit.trace(plain, torch.zeros(1, 1, 6, 6))
+    assert "TorchScript" in str(refused("network", lambda: private(module=traced)))
 
 
 class Trained(nn.Module):

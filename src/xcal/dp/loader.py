@@ -120,7 +120,8 @@ def check_loader(loader: DataLoader[Any]) -> None:
     """Refuse a loader whose own sampling Poisson sampling would replace silently."""
     if isinstance(loader, PrivateLoader):
         raise Refused("loader", "The data_loader is private already: give the one it was made of.")
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    sized = isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")
+    if not sized or isinstance(loader.dataset, IterableDataset):
         raise Refused(
             "loader",
             "The data_loader must be a torch DataLoader over a data set with a length: Poisson"

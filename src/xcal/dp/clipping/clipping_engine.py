@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from xcal.dp.clipping.fallback import Fallback, NoRule
 from xcal.dp.clipping.geometry import PLAIN, Bound, Geometry
@@ -682,6 +683,10 @@ def _refuse_unsupported(model: nn.Module, fallback: Fallback | None, dropout: bo
                 raise NoRule(f"{name}.{own[0]}")
             fallback.add(name)
     for name, parameter in trainable(model).items():
+        if is_lazy(parameter):
+            raise UserError(
+                f"parameter {name!r} has no shape yet: give the network a batch of made-up images"
+            )
         if parameter.dtype not in (torch.float32, torch.float64):
             raise UserError(
                 f"parameter {name!r} is {parameter.dtype}: keep the network in float32, and use "

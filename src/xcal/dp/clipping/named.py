@@ -25,17 +25,21 @@ def _all_same(some: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(is_, some, others))
 
 
-class _Layout:
-    """Names as they were when the network consisted of just these parts, which are kept alive."""
-
-    def __init__(self, model: nn.Module) -> None:
-        scripted = [n for n, module in model.named_modules() if isinstance(module, ScriptModule)]
-        if scripted:
-            what = f"Its part {scripted[0]!r}" if scripted[0] else "The network"
+def _check_readable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ScriptModule):
+            what = f"Its part {name!r}" if name else "The network"
             raise UserError(
                 f"{what} was made by TorchScript, which hides what it computes, so one image's"
                 " influence cannot be bounded. Give the module it was made from."
             )
+
+
+class _Layout:
+    """Names as they were when the network consisted of just these parts, which are kept alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        _check_readable(model)
         self._children = [module for module in model.modules() if module is not model]
         self._tables = self._now(model)
         self._parts = list(chain.from_iterable(table.values() for table in self._tables))
