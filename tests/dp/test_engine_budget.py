@@ -57,6 +57,19 @@ def test_importing_xcal_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_nothing_is_trained_after_the_ledger_was_closed(tmp_path: Path) -> None:
+    engine = xcal.PrivacyEngine(ledger=tmp_path / "ledger")
+    made = private(engine)
+    assert train(made, most=1) == 1
+    before = [p.detach().clone() for p in made.module.parameters()]
+    engine.close()
+    with pytest.raises(UserError, match="was closed: nothing more can be charged"):
+        train(made)
+    assert all(map(torch.equal, before, made.module.parameters()))
+    assert verify(tmp_path / "ledger" / "ledger.sqlite").ok
+    assert charges(tmp_path / "ledger") == 1
+
+
 def test_every_step_is_on_record_before_its_batch_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

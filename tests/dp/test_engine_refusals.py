@@ -405,6 +405,10 @@ def test_batch_norm() -> None:
     assert "BatchNorm2d" in str(refused("network", lambda: private(module=module)))
 
 
+def test_more_steps_than_anyone_plans_for() -> None:
+    refused("option", lambda: private(epochs=10**9))
+
+
 def test_networks_that_are_spread_or_frozen() -> None:
     refused("network", lambda: private(module=nn.DataParallel(network())))
     frozen = network().requires_grad_(False)
@@ -438,6 +442,7 @@ def test_criteria() -> None:
     refused("criterion", lambda: private(criterion=Trained()))
     refused("criterion", lambda: private(criterion=nn.CrossEntropyLoss(reduction="sum")))
     refused("criterion", lambda: private(criterion=private().criterion))
+    refused("criterion", lambda: private(criterion="cross_entropy"))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ from xcal.errors import UserError
 _ACCOUNTANTS = ("prv", "rdp")
 PolicyCheck = Callable[[Ledger, RunTerms, Plan], None]
 """Raises where a training's plan is not allowed; asked with its ledger open, before any charge."""
+_MOST_PLANNED = 10**7
 _UNBOUNDED = 2**62  # steps of a training that was given no budget
 _LONGEST_NAME = 100
 _Parts = tuple[
@@ -345,6 +346,12 @@ class PrivacyEngine:
 
         def planned(rate: float, per_epoch: int) -> tuple[Calibration, int] | None:
             steps = rounds * epochs * per_epoch
+            if steps > _MOST_PLANNED:
+                raise Refused(
+                    "option",
+                    f"epochs is {epochs}: {steps:,} steps in all, more than can be planned for"
+                    f" ({_MOST_PLANNED:,}).",
+                )
             find = calibrate if self._accountant == "rdp" else calibrate_fixed
             return find(target_epsilon, target_delta, rate, steps), steps
 

@@ -241,6 +241,8 @@ def check_criterion(criterion: Callable[..., Tensor], reduction: str) -> None:
             f"The criterion {type(criterion).__name__} trains parameters of its own, which nothing"
             " would clip: make them part of the module.",
         )
+    if not callable(criterion):
+        raise Refused("criterion", f"The criterion is {criterion!r}: give a loss that is called.")
     if isinstance(criterion, PrivateCriterion):
         raise Refused("criterion", "The criterion is private already: give the plain one.")
     own = getattr(criterion, "reduction", reduction)

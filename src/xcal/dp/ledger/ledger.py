@@ -286,6 +286,8 @@ class Ledger:
         return None
 
     def _append(self, kind: str, body: dict[str, Any]) -> None:
+        if self._connection is None:
+            raise refuse(self.path, "was closed: nothing more can be charged, open it again.")
         text = canonical(body)
         seq, previous = len(self._rows) + 1, self._rows[-1].hash
         digest = row_hash(seq, kind, text, previous)
