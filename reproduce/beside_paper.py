@@ -94,7 +94,9 @@ def _said(value: float, found: Mapping[str, Series | None]) -> str:
         if series is None:
             continue
         if all(map(_one_class, series.cells.values())):
-            parts.append(f"{where} every image gets the same class")
+            ranked = series.summary("auroc")
+            told = "" if ranked is None else f" (AUROC {ranked.mean:.2f})"
+            parts.append(f"{where} every image gets the same class{told}")
         else:
             parts.append(f"{where} {_beside(value, _f1(series))}")
     said = "; ".join(parts)
