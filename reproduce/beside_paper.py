@@ -21,39 +21,24 @@ AS_PRINTED = 0.01
 
 def beside_the_paper(at_its_settings: Sequence[Series], at_probe: Sequence[Series]) -> Table | None:
     """A row a set, ε and method that the paper prints and either scale has run."""
-    theirs, ours = _by_row(at_its_settings), _by_row(at_probe)
-    slower = _by_row(at_its_settings, SMALLER_RATE)
+    columns = {
+        "at its settings": _by_row(at_its_settings),
+        f"at {SMALLER_RATE}": _by_row(at_its_settings, SMALLER_RATE),
+        "at `probe`": _by_row(at_probe),
+    }
     rows = []
-    for data, epsilon, method in sorted(theirs.keys() | slower.keys() | ours.keys(), key=_order):
+    for row in sorted(set().union(*columns.values()), key=_order):
+        data, epsilon, method = row
         value = printed("macro_f1", data, method, epsilon)
         if value is None:
             continue
-        row = data, epsilon, method
-        first, third, second = theirs.get(row), slower.get(row), ours.get(row)
-        rows.append(
-            (
-                data,
-                epsilon_text(epsilon),
-                f"`{method}`",
-                f"{value:.3f}",
-                figure(_f1(first)),
-                figure(_f1(third)),
-                figure(_f1(second)),
-                _said(value, {"at its settings": first, "at η / 10": third, "at `probe`": second}),
-            )
-        )
+        found = {where: series.get(row) for where, series in columns.items()}
+        ours = [figure(_f1(one)) for one in found.values()]
+        named = (data, epsilon_text(epsilon), f"`{method}`", f"{value:.3f}")
+        rows.append((*named, *ours, _said(value, found)))
     if not rows:
         return None
-    head = (
-        "set",
-        "ε",
-        "method",
-        "the paper",
-        "at its settings",
-        "at η / 10",
-        "at `probe`",
-        "in words",
-    )
+    head = ("set", "ε", "method", "the paper", *columns, "in words")
     note = (
         "Macro F1, mean ± standard deviation over (n) seeds. Its settings: EfficientNet-B0 whole,"
         " batches of 32, η = 10⁻³, C = 1, 30 rounds, from published weights, and once more with"

@@ -44,6 +44,10 @@ def test_names_follow_every_change() -> None:
     assert same_as_torch(model)
     del model.late
     assert same_as_torch(model)
+    bias = model[1].bias  # the same object, in another place
+    del model[1].bias
+    model[1].register_buffer("bias", bias)
+    assert same_as_torch(model)
 
 
 def test_what_trains_is_looked_at_anew() -> None:

@@ -91,6 +91,13 @@ def test_a_frozen_norm_has_the_values_and_gradients_of_batch_norm(norm, shape, t
         torch.testing.assert_close(a, b)
 
 
+def test_a_frozen_norm_keeps_the_precision_of_what_it_is_given():
+    norm = nn.BatchNorm2d(6).requires_grad_(False)
+    frozen = fix(norm, batch_norm="frozen")[0]
+    batch = torch.randn(3, 6, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert torch.equal(frozen(batch), norm.eval()(batch))
+
+
 def test_a_network_that_is_a_batch_norm():
     assert isinstance(fix(nn.BatchNorm2d(4))[0], nn.GroupNorm)
 

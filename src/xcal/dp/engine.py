@@ -349,8 +349,8 @@ class PrivacyEngine:
             if steps > _MOST_PLANNED:
                 raise Refused(
                     "option",
-                    f"epochs is {epochs}: {steps:,} steps in all, more than can be planned for"
-                    f" ({_MOST_PLANNED:,}).",
+                    f"epochs is {epochs} and rounds is {rounds}: {steps:,} steps in all, more than"
+                    f" can be planned for ({_MOST_PLANNED:,}).",
                 )
             find = calibrate if self._accountant == "rdp" else calibrate_fixed
             return find(target_epsilon, target_delta, rate, steps), steps

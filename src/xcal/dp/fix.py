@@ -29,10 +29,14 @@ def group_count(channels: int) -> int:
 def _fixed_map(norm: _NormBase, x: Tensor) -> Tensor | None:
     """Scale and shift, if a gradient goes through them that they do not keep for themselves.
 
-    The gradient of batch norm also sums over all positions, which nobody reads here: without that
-    a private step of EfficientNet-B0 at 64 px is a sixth shorter.
+    The gradient of batch norm also sums over all positions, which nobody reads here
+    (`benchmarks/frozen_norm.py`).
     """
     if norm.weight is None or norm.weight.requires_grad or norm.bias.requires_grad:
+        return None
+    if (
+        x.dtype != norm.weight.dtype
+    ):  # under autocast, which batch norm computes in single precision
         return None
     mean, variance = norm.running_mean, norm.running_var
     if not (torch.is_grad_enabled() and x.requires_grad) or mean is None or variance is None:

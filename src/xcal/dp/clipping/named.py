@@ -44,6 +44,7 @@ class _Layout:
         self._tables = self._now(model)
         self._parts = list(chain.from_iterable(table.values() for table in self._tables))
         self._keys = list(chain.from_iterable(self._tables))
+        self._sizes = list(map(len, self._tables))
         # Not the network itself, which would never be freed.
         self.modules: Named = tuple(named for named in model.named_modules() if named[0])
         self.parameters = tuple(model.named_parameters())
@@ -55,7 +56,9 @@ class _Layout:
     def is_of(self, model: nn.Module) -> bool:
         """Whether everything that names depend on is what it was. Asked at every step."""
         tables = self._now(model)
-        if not _all_same(tables, self._tables) or list(chain.from_iterable(tables)) != self._keys:
+        if not _all_same(tables, self._tables) or list(map(len, tables)) != self._sizes:
+            return False
+        if list(chain.from_iterable(tables)) != self._keys:
             return False
         return _all_same(chain.from_iterable(map(dict.values, tables)), self._parts)
 
