@@ -1,8 +1,8 @@
 """What frozen batch norm saves over torch's own: `python benchmarks/frozen_norm.py`.
 
 The clipped sum of 32 images of 64 pixels through EfficientNet-B0, all of it training but its batch
-norm, whose fixed scale and shift are applied as such or by `torch.batch_norm`; in turns, one thread,
-processor time. Writes `benchmarks/results/frozen-norm.md`.
+norm, whose fixed scale and shift are applied as such or by `torch.batch_norm`; in turns, one
+thread, processor time. Writes `benchmarks/results/frozen-norm.md`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main() -> None:
     print(said)
     about = ", ".join(f"{what} {version}" for what, version in versions().items())
     OUT.write_text(
-        "# Frozen batch norm\n\nA clipped sum of 32 images of 64 pixels through EfficientNet-B0, all"
-        f" trained but its batch norm, one thread, in turns: {said}.\n\n`python"
+        "# Frozen batch norm\n\nA clipped sum of 32 images of 64 pixels through EfficientNet-B0,"
+        f" all trained but its batch norm, one thread, in turns: {said}.\n\n`python"
         f" benchmarks/frozen_norm.py --steps {given.steps}`, commit {commit()} ({about}).\n",
         encoding="utf-8",
     )
